@@ -1,0 +1,54 @@
+"""Every error a person can meet, each in four parts: what was wanted, what was got, where, and what to type next.
+
+EyasError
+|-- InputError            exit 2: wrong usage or bad input
+|   `-- MissingDependency   the same, and the next step is an install line
+|-- CheckFailed           exit 1: a check or a comparison failed
+`-- ServerDied            exit 3: a supervised process died or never became ready
+"""
+
+from difflib import get_close_matches
+from collections.abc import Iterable
+
+
+class EyasError(Exception):
+    """An error for the person at the keyboard. `exit_code` is the process's exit status (docs/commands.md)."""
+
+    exit_code = 2
+
+    def __init__(self, *, wanted: str, got: str, where: str, next: str) -> None:
+        self.wanted = wanted
+        self.got = got
+        self.where = where
+        self.next = next
+        super().__init__(f"wanted {wanted}; got {got}; at {where}; next: {next}")
+
+    def as_dict(self) -> dict[str, str]:
+        """The body of `{"error": ...}` under --json."""
+        return {"wanted": self.wanted, "got": self.got, "where": self.where, "next": self.next}
+
+
+class InputError(EyasError):
+    """Wrong usage or bad input."""
+
+
+class MissingDependency(InputError):
+    """A package the command needs is not installed; `next` is the line to type."""
+
+
+class CheckFailed(EyasError):
+    """A check or a comparison failed; everything it wrote is kept."""
+
+    exit_code = 1
+
+
+class ServerDied(EyasError):
+    """A supervised process died or never became ready."""
+
+    exit_code = 3
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' (did you mean "x"?)' for the nearest known word, or an empty string."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f' (did you mean "{near[0]}"?)' if near else ""

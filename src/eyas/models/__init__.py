@@ -1,0 +1,1 @@
+"""What is computed: targets, the draft, vocabulary maps, checkpoints."""

@@ -1,0 +1,183 @@
+"""The EAGLE-3 draft, whole: what is computed from taps and a token to the next token's logits.
+
+Source: EAGLE-3 (arXiv 2503.01840); SGLang 0.5.23 models/llama_eagle3.py and vLLM 0.33 llama_eagle3.py for the names and
+the options; EAGLE-3.1 (arXiv 2605.09992) for `fc_norm` and `norm_output`.
+
+Shapes: B batch, T rows, A width of the concatenated taps, H hidden, N query heads, K key/value heads, E head width,
+D draft vocabulary, V target vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from eyas.errors import InputError
+from eyas.formats.draft_config import DraftConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query_BNTE, key_BKTE, value_BKTE), rope applied, to context_BNTE. The caller owns mask and cache: training
+passes the TTT attention, the engine its cache, so that both run this one module."""
+
+
+def llama_config(config: DraftConfig) -> LlamaConfig:
+    """The draft's block as transformers spells it (for its norm, MLP and rope modules)."""
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope,
+        vocab_size=config.vocab_size,
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose input may be wider than its output (2H in the first layer)."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        width = config.hidden_size * (2 if layer == 0 else 1)
+        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=False)
+        qk_norm = config.block == "qwen3"
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+
+    def project(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value heads, rope applied: [B, N, T, E], [B, K, T, E], [B, K, T, E]."""
+        shape = (*x_BTI.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(x_BTI).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x_BTI).view(shape)).transpose(1, 2)
+        value = self.v_proj(x_BTI).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *rope)
+        return query, key, value
+
+    def forward(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        query, key, value = self.project(x_BTI, rope)
+        context = attend(self.layer, query, key, value)
+        return self.o_proj(context.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """A decoder layer; the first one reads cat(norm(embedding), norm(state)) and keeps the state as residual."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.first, self.norm_before_residual = layer == 0, config.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        if self.first:
+            self.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.mlp = LlamaMLP(llama_config(config))
+
+    def attention_input(self, embeds_BTH: Tensor, state_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's input, [B, T, 2H] in the first layer, and the residual, [B, T, H]."""
+        if not self.first:
+            return self.input_layernorm(state_BTH), state_BTH
+        normed = self.hidden_norm(state_BTH)
+        residual = normed if self.norm_before_residual else state_BTH
+        return torch.cat([self.input_layernorm(embeds_BTH), normed], dim=-1), residual
+
+    def forward(self, embeds_BTH: Tensor, state_BTH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x, residual = self.attention_input(embeds_BTH, state_BTH)
+        state = residual + self.self_attn(x, rope, attend)
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class Draft(nn.Module):
+    """One autoregressive draft head over the target's taps.
+
+    `embed_tokens` is the target's table, shared and frozen (`share_embedding`), unless `own_embedding`. `d2t` [D] is
+    the offset table (target id = draft id + d2t[draft id]), `t2d` [V] the mask of the draft vocabulary.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        if config.block == "mla":
+            raise InputError(
+                wanted="a Llama or Qwen3 draft block", got="block = mla", where="draft config", next="--set draft.block=llama"
+            )
+        self.config = config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device=None if config.own_embedding else "meta")
+        self.embed_tokens.weight.requires_grad_(config.own_embedding)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(config.taps_width, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in config.boundaries)
+        self.fc = nn.Linear(config.taps_width, hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(llama_config(config))
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def share_embedding(self, weight_VH: Tensor) -> None:
+        """Use the target's embedding table [V, H] (no copy, no gradient)."""
+        if tuple(weight_VH.shape) != (self.config.vocab_size, self.config.hidden_size):
+            raise InputError(
+                wanted=f"a target embedding of shape {(self.config.vocab_size, self.config.hidden_size)}",
+                got=str(tuple(weight_VH.shape)),
+                where="the draft's embedding",
+                next="use the target the draft was trained for (eyas inspect DRAFT names it)",
+            )
+        if not self.config.own_embedding:
+            self.embed_tokens.weight = nn.Parameter(weight_VH.detach(), requires_grad=False)
+
+    def fuse(self, taps_BTA: Tensor) -> Tensor:
+        """Concatenated taps, in ascending boundary order, to the first step's state [B, T, H]."""
+        if self.config.norm_before_fc:
+            taps_BTA = self.input_norm(taps_BTA)
+        if self.config.fc_norm:
+            chunks = taps_BTA.split(self.config.target_hidden_size, dim=-1)
+            taps_BTA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(taps_BTA)
+
+    def rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for rotary positions [B, T]."""
+        return self.rotary(self.fc.weight, positions_BT)
+
+    def forward(self, ids_BT: Tensor, state_BTH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """One step. Row t holds the state of token t and the id of token t+1; returns h [B, T, H], before the norm."""
+        embeds = self.embed_tokens(ids_BT)
+        state = state_BTH
+        for layer in self.layers:
+            state = layer(embeds, state, rope, attend)
+        return state
+
+    def feedback(self, hidden_BTH: Tensor) -> Tensor:
+        """What the next step is fed: h, or norm(h) under `norm_output`."""
+        return self.norm(hidden_BTH) if self.config.norm_output else hidden_BTH
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        """Draft-vocabulary logits [B, T, D] of a step's h."""
+        return self.lm_head(self.norm(hidden_BTH))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids to the target's."""
+        return draft_ids + self.d2t[draft_ids]
