@@ -46,7 +46,9 @@ class Progress:
             self.task = self.bar.add_task(self.label, total=self.total, completed=self.count, unit=self.unit, note="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif kind is None and time.monotonic() - self.started > 1.0:

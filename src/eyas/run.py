@@ -117,7 +117,10 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
         manifest = None if newer else Manifest.model_validate(raw)
     except (ValueError, ValidationError) as error:
         raise InputError(
-            wanted="a manifest of format 1", got=str(error).splitlines()[0], where=str(path), next="make the stage again"
+            wanted="a manifest of format 1",
+            got=str(error).splitlines()[0],
+            where=str(path),
+            next="make the stage again",
         ) from error
     if manifest is None:
         raise InputError(
@@ -128,7 +131,10 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
         )
     if stage is not None and manifest.stage != stage:
         raise InputError(
-            wanted=f"a {stage} folder", got=f"a {manifest.stage} folder", where=str(path), next=f"give the {stage} folder"
+            wanted=f"a {stage} folder",
+            got=f"a {manifest.stage} folder",
+            where=str(path),
+            next=f"give the {stage} folder",
         )
     return manifest
 
@@ -140,7 +146,14 @@ def manifest_hash(folder: Path) -> str:
 
 
 def write_manifest(
-    folder: Path, stage: str, *, settings: JSON, inputs: dict[str, Path], files: dict[str, str], facts: JSON, seconds: float
+    folder: Path,
+    stage: str,
+    *,
+    settings: JSON,
+    inputs: dict[str, Path],
+    files: dict[str, str],
+    facts: JSON,
+    seconds: float,
 ) -> Manifest:
     """Declare `folder` complete. `files` maps relative names to sha256 (see hash_file)."""
     manifest = Manifest(

@@ -116,7 +116,10 @@ class Draft(nn.Module):
         super().__init__()
         if config.block == "mla":
             raise InputError(
-                wanted="a Llama or Qwen3 draft block", got="block = mla", where="draft config", next="--set draft.block=llama"
+                wanted="a Llama or Qwen3 draft block",
+                got="block = mla",
+                where="draft config",
+                next="--set draft.block=llama",
             )
         self.config = config
         hidden, eps = config.hidden_size, config.rms_norm_eps

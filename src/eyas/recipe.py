@@ -1,0 +1,276 @@
+"""A recipe: one TOML, one section a stage. The docstring under a field is its help, its reference page and its comment."""
+
+import ast
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eyas.errors import InputError, did_you_mean
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A frozen section whose unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TargetSettings(Section):
+    """The model to be accelerated."""
+
+    name: str = "smollm2-135m-instruct-q4"
+    """The embedded default target's name, a Hugging Face folder, or a hub id where there is a network."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+
+class PromptsSettings(Section):
+    """What the target is asked."""
+
+    source: str = "bank"
+    """`bank` (built in), or a JSONL file of messages, conversations (ShareGPT too) or prompts."""
+    train: int = Field(default=720, ge=1)
+    """Prompts whose answers are trained on."""
+    heldout: int = Field(default=64, ge=0)
+    """Prompts whose answers are only evaluated; from the bank, neither topic nor task family is shared with train."""
+    seed: int = 0
+    """The bank's seed, and that of the split of a file."""
+    on_error: Literal["skip", "stop"] = "skip"
+    """What to do at a line that cannot be used: count it under its reason and go on, or stop with its number."""
+
+
+class RespondSettings(Section):
+    """How the target answers."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Answer length limit in tokens; a cut answer has no end token and none is supervised."""
+    batch_size: int = Field(default=64, ge=1)
+    """Answers decoded together."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy; the walk (accept length without an engine) needs greedy answers."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of a sampled answer."""
+    seed: int = 0
+    """Seed of sampled answers, mixed with the prompt's id: the answer does not depend on its batch's order."""
+    precision: Precision = "auto"
+    """`auto` measures which is faster on this machine."""
+
+
+class CaptureSettings(Section):
+    """Which hidden states are kept."""
+
+    boundaries: tuple[int, ...] | None = None
+    """The taps; none means [2, n//2, n-3]."""
+    max_length: int = Field(default=2048, ge=8)
+    """Longer samples are cut here; one left without a supervised token is skipped and counted."""
+    batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens in one forward of the target."""
+    shard_tokens: int = Field(default=32768, ge=1)
+    """Tokens in one shard file; the unit lost by a kill."""
+    precision: Precision = "auto"
+    """The target's arithmetic; `auto` measures."""
+    store: Literal["float32", "bfloat16"] = "bfloat16"
+    """The stored dtype of the states."""
+
+
+class DraftSettings(Section):
+    """The draft's shape; what is none comes from the target."""
+
+    vocab_size: int = Field(default=8192, ge=1)
+    """Draft vocabulary: the answers' most frequent tokens. The target's size means no reduction."""
+    fc_norm: bool = True
+    """EAGLE-3.1: one norm a tap before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed norm(h) to the next step."""
+    norm_before_fc: bool = False
+    """One norm over all taps before `fc`."""
+    norm_before_residual: bool = False
+    """Residual from the normed state; SGLang cannot serve it."""
+    block: Literal["llama", "qwen3"] = "llama"
+    """The decoder block; `qwen3` norms queries and keys and is refused for SGLang."""
+    num_hidden_layers: int = Field(default=1, ge=1)
+    """Draft layers."""
+    intermediate_size: int | None = None
+    """MLP width; none means the target's."""
+    rope_theta: float | None = None
+    """Rotary base; none means the target's."""
+
+
+class TrainSettings(Section):
+    """How the draft is trained."""
+
+    epochs: float = Field(default=3.0, gt=0)
+    """Passes over the captured samples."""
+    ttt_length: int = Field(default=3, ge=1)
+    """Unrolled steps of training-time test; serve no longer chain than this."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak, after warm-up."""
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the steps spent warming up; cosine decay to `final_learning_rate` after it."""
+    final_learning_rate: float = Field(default=0.05, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW, on matrices only."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm limit."""
+    batch_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one packed forward."""
+    accumulate: int = Field(default=1, ge=1)
+    """Packed forwards in one optimiser step."""
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """TTT step s weighs step_decay ** s."""
+    denominator: Literal["supervised", "all"] = "supervised"
+    """What the summed loss is divided by: supervised rows, or all rows (EAGLE, SpecForge)."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are supervised."""
+    initialise: Literal["target", "random"] = "target"
+    """Start the head and layer from the target's head slice and last layer, or from noise."""
+    seed: int = 0
+    """Seed of initialisation and order."""
+    save_every: int = Field(default=200, ge=1)
+    """Optimiser steps between checkpoints."""
+
+
+class EvaluateSettings(Section):
+    """Acceptance without an engine."""
+
+    steps: int = Field(default=5, ge=1)
+    """Chain length that is evaluated."""
+
+
+class ExportSettings(Section):
+    """The folder for the engines."""
+
+    engines: tuple[Literal["sglang", "vllm"], ...] = ("sglang", "vllm")
+    """Whom the folder must serve; what one cannot represent is refused."""
+
+
+class BenchSettings(Section):
+    """Plain against speculative decoding, paired."""
+
+    prompts: str = "test"
+    """`test` (the built-in natural test set), `heldout`, or a JSONL file."""
+    limit: int | None = Field(default=24, ge=1)
+    """Prompts used; none means all."""
+    max_new_tokens: int = Field(default=96, ge=1)
+    """Tokens generated a prompt."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Chain depth; none picks it from measured survival and step costs."""
+    precision: Precision = "auto"
+    """`auto` measures which is faster; equality of outputs is measured in float32 whatever this says."""
+    repeats: int = Field(default=1, ge=1)
+    """Times each prompt is decoded each way, order alternating."""
+    equality_limit: int = Field(default=8, ge=0)
+    """Prompts whose float32 outputs are compared token for token."""
+
+
+class Recipe(Section):
+    """Everything `eyas run` needs."""
+
+    name: str = "run"
+    """Names the run folder, runs/NAME."""
+    target: TargetSettings = TargetSettings()
+    prompts: PromptsSettings = PromptsSettings()
+    respond: RespondSettings = RespondSettings()
+    capture: CaptureSettings = CaptureSettings()
+    draft: DraftSettings = DraftSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    export: ExportSettings = ExportSettings()
+    bench: BenchSettings = BenchSettings()
+
+
+def packaged_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    folder = resources.files("eyas.recipes")
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
+    """A recipe from a TOML file or a packaged name, with `section.key=value` overrides laid over it.
+
+    Raises InputError for a missing file, bad TOML, an unknown key (naming the nearest known one) or a bad value.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        if not path.is_file():
+            raise InputError(wanted="a recipe file", got="no such file", where=name, next="eyas recipe list")
+        text, where = path.read_text(), str(path)
+    elif name in packaged_recipes():
+        text, where = resources.files("eyas.recipes").joinpath(f"{name}.toml").read_text(), f"packaged recipe {name}"
+    else:
+        raise InputError(
+            wanted="a recipe file or a packaged recipe",
+            got=f"{name!r}{did_you_mean(name, packaged_recipes())}",
+            where="the command line",
+            next=f"eyas run {packaged_recipes()[0]}",
+        )
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(wanted="a TOML recipe", got=str(error), where=where, next="mend that line") from error
+    for override in overrides:
+        _override(values, override)
+    return validate(Recipe, values, where)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise InputError(
+            wanted="--set section.key=value", got=override, where="--set", next="eyas recipe show lists every key"
+        )
+    for part in parts[:-1]:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise InputError(wanted="a section before the dot", got=override, where="--set", next="eyas recipe show")
+    values[parts[-1]] = _literal(text)
+
+
+def _literal(text: str) -> Any:
+    """TOML's and Python's spellings of a value; what is neither is a string."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:
+    """`model` from `values`, pydantic's complaint turned into one InputError that names key, value and what fits."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = _known_keys(model, first["loc"][:-1])
+            raise InputError(
+                wanted=f"a known key, one of: {', '.join(known)}",
+                got=f"{place!r}{did_you_mean(str(first['loc'][-1]), known)}",
+                where=where,
+                next="eyas recipe show lists every key with its meaning",
+            ) from error
+        raise InputError(
+            wanted=f"{place}: {first['msg']}", got=repr(first["input"]), where=where, next="eyas recipe show"
+        ) from error
+
+
+def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel), f"{part} is a section"
+        model = annotation
+    return list(model.model_fields)
