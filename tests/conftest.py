@@ -1,0 +1,15 @@
+"""Shared fixtures: one tiny target a session, and a cache folder that is not the user's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny_target
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of an 8-layer Llama with a byte-level ChatML tokenizer."""
+    return save_tiny_target(tmp_path_factory.mktemp("targets") / "tiny")
