@@ -1,0 +1,170 @@
+"""A draft folder: `config.json` (the Llama keys engines read, and an `eyas` block) and `model.safetensors`.
+
+The folder is written file by file, each atomically, `config.json` last: a folder with a config is whole. No pickle.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.models.draft import Draft
+from eyas.models.vocab import check_vocab
+from eyas.run import versions, write_atomic
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class DraftInfo(BaseModel):
+    """The `eyas` block: everything about a draft that its tensors do not say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1
+    draft: DraftConfig
+    target: TargetIdentity
+    tokenizer_hash: str
+    template_hash: str
+    last_hidden_norm: str = "before"
+    """Whether the captured last hidden (the teacher's) was `before` or `after` the target's final norm."""
+    loss_on: str = "assistant"
+    mask: str = "l[t+1] and l[t+2]"
+    """Which tokens must be supervised for row t to be, at step 0."""
+    ttt_length: int
+    versions: dict[str, str]
+
+
+def save_draft(folder: Path, draft: Draft, info: DraftInfo) -> None:
+    """Write `draft` into `folder` in its own dtype. Raises InputError on a full disk; nothing half-written is left."""
+    assert info.draft == draft.config, "the eyas block describes this draft"
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft_tensors(draft).items()}
+    write_atomic(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_atomic(folder / CONFIG, json.dumps(config_json(info, str(draft.fc.weight.dtype)), indent=1) + "\n")
+
+
+def draft_tensors(draft: Draft) -> dict[str, Tensor]:
+    """The tensors a draft folder holds, by name: no shared embedding, no vocabulary tables where nothing is reduced."""
+    absent = set() if draft.config.own_embedding else {"embed_tokens.weight"}
+    if not draft.config.reduced_vocabulary:
+        absent |= {"d2t", "t2d"}
+    return {name: tensor for name, tensor in draft.state_dict().items() if name not in absent}
+
+
+def config_json(info: DraftInfo, dtype: str) -> dict[str, Any]:
+    """Eyas's own config.json; the engines' dialects are written by export."""
+    config = info.draft
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": dtype.removeprefix("torch."),
+        "eyas": info.model_dump(mode="json"),
+        "draft_vocab_size": config.draft_vocab_size,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def load_draft(
+    folder: Path, target_embedding: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Draft, DraftInfo]:
+    """The draft in `folder`, in evaluation mode, and what is known of it.
+
+    `target_embedding` [V, H] is shared with the draft (without it, `share_embedding` must be called before use).
+    `dtype` None keeps the file's. Raises InputError for a missing or truncated file, a config without an `eyas` block,
+    and tensors that are missing, unexpected or of another shape.
+    """
+    info = read_info(folder)
+    tensors = _read_tensors(folder / WEIGHTS)
+    with torch.random.fork_rng(devices=[]):  # building a module draws numbers: not the caller's
+        draft = Draft(info.draft)
+    _check_tensors(draft_tensors(draft), tensors, folder / WEIGHTS)
+    if info.draft.reduced_vocabulary:
+        check_vocab(tensors["d2t"], tensors["t2d"], info.draft.vocab_size, where=f"{folder / WEIGHTS}: d2t, t2d")
+    else:
+        draft.t2d.fill_(True)
+    draft.to(dtype or tensors["fc.weight"].dtype)
+    draft.load_state_dict(tensors, strict=False)
+    if target_embedding is not None:
+        draft.share_embedding(target_embedding)
+    return draft.eval().requires_grad_(False), info
+
+
+def read_info(folder: Path) -> DraftInfo:
+    """The `eyas` block of a draft folder, without reading a tensor."""
+    path = folder / CONFIG
+    next_step = "eyas inspect DRAFT says what the folder is"
+    if not path.is_file():
+        raise InputError(
+            wanted="a draft folder with config.json",
+            got="no such file",
+            where=str(path),
+            next="give --draft DRAFT/step-N",
+        )
+    try:
+        block = json.loads(path.read_text()).get("eyas")
+        if block is None:
+            raise InputError(wanted="a draft made by Eyas", got="no `eyas` block", where=str(path), next=next_step)
+        if block.get("format", 0) > 1:
+            raise InputError(
+                wanted="format 1", got=f"format {block['format']}", where=str(path), next="pip install --upgrade eyas"
+            )
+        return DraftInfo.model_validate(block)
+    except (ValueError, AttributeError, ValidationError) as error:
+        raise InputError(
+            wanted="a draft's config.json", got=str(error).splitlines()[0], where=str(path), next=next_step
+        ) from error
+
+
+def make_info(
+    draft: Draft, target: TargetIdentity, *, tokenizer_hash: str, template_hash: str, ttt_length: int, **facts: str
+) -> DraftInfo:
+    """The `eyas` block of a draft made here, with the versions in use."""
+    return DraftInfo(
+        draft=draft.config,
+        target=target,
+        tokenizer_hash=tokenizer_hash,
+        template_hash=template_hash,
+        ttt_length=ttt_length,
+        versions=versions(),
+        **facts,
+    )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise InputError(
+            wanted="the draft's weights", got="no such file", where=str(path), next="give a whole draft folder"
+        )
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            wanted="a whole safetensors file", got=str(error), where=str(path), next="copy or train the draft again"
+        ) from error
+
+
+def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
+    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    wrong = [
+        f"{name} {tuple(found[name].shape)} for {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name].shape != expected[name].shape
+    ]
+    problems = [
+        f"{label} {', '.join(names)}"
+        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("shapes:", wrong))
+        if names
+    ]
+    if problems:
+        raise InputError(
+            wanted="exactly the tensors that config.json describes",
+            got="; ".join(problems),
+            where=str(path),
+            next="eyas inspect DRAFT lists them",
+        )
