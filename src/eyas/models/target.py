@@ -1,0 +1,341 @@
+"""A target: any causal language model that transformers loads, with the parts the rest of Eyas needs, found once.
+
+Shapes: B batch, T rows, H hidden, V vocabulary.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from eyas.errors import InputError, did_you_mean
+from eyas.formats.draft_config import TargetIdentity
+from eyas.formats.taps import check_boundaries
+from eyas.models.gguf import DEFAULT_TARGET, default_target_folder
+from eyas.run import hash_bytes, hash_json
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+LAYER_LISTS = ("layers", "h", "blocks")
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded target: evaluation mode, no gradients. `layers`, `final_norm`, `head` are its own modules."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    identity: TargetIdentity
+    dtype: torch.dtype
+
+    @cached_property
+    def config(self) -> Any:
+        """The text model's config, also where it is nested in a multimodal one."""
+        return self.model.config.get_text_config()
+
+    @cached_property
+    def backbone(self) -> nn.Module:
+        """The decoder without the head: `backbone(input_ids=...)` gives `last_hidden_state`, after the final norm."""
+        return _backbone(self.model)
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        return _part(self.backbone, LAYER_LISTS, nn.ModuleList)
+
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        return _part(self.backbone, FINAL_NORMS, nn.Module)
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding table [V, H]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.identity.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.identity.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head; may exceed the tokenizer's length."""
+        return self.identity.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """generation_config's list; else the config's; else the tokenizer's."""
+        generation = self.model.generation_config
+        for found in (
+            None if generation is None else generation.eos_token_id,
+            getattr(self.config, "eos_token_id", None),
+            self.tokenizer.eos_token_id,
+        ):
+            if found is not None:
+                return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+        return ()
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """sha256 of what turns text into ids (vocabulary, merges, normalisers, added tokens)."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return hash_json(self.tokenizer.get_vocab())
+        parts = json.loads(backend.to_str())
+        return hash_json({name: part for name, part in parts.items() if name not in ("padding", "truncation")})
+
+    @cached_property
+    def template_hash(self) -> str | None:
+        """sha256 of the chat template; None where the target has none."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            return None
+        return hash_bytes(template.encode()) if isinstance(template, str) else hash_json(template)
+
+    def logits(self, normed_BTH: Tensor) -> Tensor:
+        """Logits [..., V] of final-normed states, with the target's own scale and soft-cap."""
+        logits = self.head(normed_BTH)
+        config = self.config
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+@dataclass
+class Recorder:
+    """Boundaries of the latest forward: number to state [B, T, H], the model's own tensors, uncopied."""
+
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def record_boundaries(target: Target, boundaries: Sequence[int]) -> Iterator[Recorder]:
+    """Record `boundaries` of every forward inside the block; nothing else of the forward is kept.
+
+    Boundary b < n is the input of layer b, boundary n the output of the last layer (before the final norm, which
+    Hugging Face's hidden_states never show). Raises InputError for boundaries out of range or unsorted.
+    """
+    n = target.num_hidden_layers
+    check_boundaries(boundaries, n, where="the boundaries to record")
+    recorder = Recorder()
+
+    def before(boundary: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.states[boundary] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        recorder.states[n] = output if isinstance(output, Tensor) else output[0]
+
+    handles = [
+        target.layers[n - 1].register_forward_hook(after)
+        if boundary == n
+        else target.layers[boundary].register_forward_pre_hook(before(boundary), with_kwargs=True)
+        for boundary in boundaries
+    ]
+    try:
+        yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def resolve_target(name: str, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of a target: the default's name (converted once), a folder, or a hub id (fetched).
+
+    Raises InputError with what to type where it cannot be had.
+    """
+    if name == DEFAULT_TARGET:
+        return default_target_folder()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        return _fetch(name, trust_remote_code)
+    raise InputError(
+        wanted=f"{DEFAULT_TARGET}, a Hugging Face folder, or a hub id (owner/name)",
+        got=f"{name!r}{did_you_mean(name, [DEFAULT_TARGET])}",
+        where="target",
+        next=f"--target {DEFAULT_TARGET}, or the folder's path",
+    )
+
+
+def _fetch(name: str, trust_remote_code: bool) -> Path:
+    patterns = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(
+            wanted=f"the target {name}: no such folder here, so from the Hugging Face hub",
+            got=str(error).splitlines()[0],
+            where="target",
+            next="check the name and the network (HF_HUB_OFFLINE, HF_TOKEN for gated models), or give a local folder",
+        ) from error
+
+
+def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote_code: bool = False) -> Target:
+    """Load a target for inference, in `dtype` ("auto" measures which is fastest here).
+
+    Raises InputError for a folder that is no safetensors checkpoint of a causal language model.
+    """
+    folder = resolve_target(name, trust_remote_code=trust_remote_code)
+    wanted = _dtype(dtype)
+    _check_files(folder, trust_remote_code)
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # In the checkpoint's own precision first: the identity hash must not depend on what we compute in.
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _unloadable(folder, str(error).strip().splitlines()[0]) from error
+    if info["missing_keys"]:
+        raise _unloadable(folder, f"tensors missing: {', '.join(sorted(info['missing_keys'])[:5])}")
+    model.eval().requires_grad_(False)
+    identity = _identity(name, folder, model)
+    _cast(model, wanted)
+    return Target(model, tokenizer, folder, identity, wanted)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return fastest_dtype(256)
+    if dtype not in DTYPES:
+        raise InputError(
+            wanted="a precision: auto, float32 or bfloat16", got=repr(dtype), where="precision", next="precision=auto"
+        )
+    return DTYPES[dtype]
+
+
+def _check_files(folder: Path, trust_remote_code: bool) -> None:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise _unloadable(folder, "no config.json")
+    try:
+        remote = "auto_map" in json.loads(config.read_text())
+    except ValueError as error:
+        raise _unloadable(folder, f"config.json is not JSON: {error}") from error
+    if remote and not trust_remote_code and not list(folder.glob("*.safetensors")):
+        raise _unloadable(folder, "a model of its own Python code and no safetensors")
+    if not list(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        raise InputError(
+            wanted="weights in safetensors",
+            got=f"only pickles, which run code when loaded: {', '.join(pickles)}" if pickles else "no weights",
+            where=str(folder),
+            next="convert them where you trust their source: model.save_pretrained(folder) writes safetensors",
+        )
+
+
+def _unloadable(folder: Path, got: str) -> InputError:
+    return InputError(
+        wanted="a Hugging Face folder of a causal language model (config, safetensors, tokenizer)",
+        got=got,
+        where=str(folder),
+        next="give a complete folder; if it needs Python code of its own that you have read, trust_remote_code=true",
+    )
+
+
+def _backbone(model: PreTrainedModel) -> nn.Module:
+    decoder = model.get_decoder()
+    assert isinstance(decoder, nn.Module), f"{type(model).__name__} has a decoder"
+    return decoder
+
+
+def _part(module: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> Any:
+    children = dict(module.named_children())
+    found = next((children[name] for name in names if isinstance(children.get(name), kind)), None)
+    if found is None:
+        raise InputError(
+            wanted=f"one of {', '.join(names)} in the target's decoder",
+            got=f"{type(module).__name__} with {', '.join(children)}",
+            where="target",
+            next="this architecture is not known to Eyas yet: report it with its config.json",
+        )
+    return found
+
+
+def _identity(name: str, folder: Path, model: PreTrainedModel) -> TargetIdentity:
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    norm = _part(_backbone(model), FINAL_NORMS, nn.Module)
+    digest = hashlib.sha256()
+    for tensor in (model.get_input_embeddings().weight, *norm.parameters(), head.weight):
+        for rows in tensor.detach().split(8192):  # in pieces: a float32 copy of a large table would be gigabytes
+            digest.update(rows.to("cpu", torch.float32).contiguous().numpy().data)
+    is_snapshot = folder.parent.name == "snapshots"
+    return TargetIdentity(
+        name=name if is_snapshot or name == DEFAULT_TARGET else folder.name,
+        revision=folder.name if is_snapshot else None,
+        weights_hash=digest.hexdigest(),
+        model_type=config.model_type,
+        num_hidden_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=head.weight.shape[0],
+    )
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the parameters, not the buffers (`model.to` would round the rotary frequencies), and not those that the
+    architecture itself keeps in a wider type, unless all is to be float32."""
+    checkpoint = model.dtype
+    for parameter in model.parameters():
+        if parameter.dtype == checkpoint or dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+
+
+@cache
+def fastest_dtype(rows: int) -> torch.dtype:
+    """float32 or bfloat16, whichever multiplies `rows` rows faster here: measured, for no CPU flag tells.
+
+    Half a second, once a process. On a CPU without bfloat16 dot products it loses by four times, on one with them it
+    wins by two. A tie within 10 % goes to float32.
+    """
+    seconds = {dtype: _linear_seconds(rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return torch.bfloat16 if seconds[torch.bfloat16] < 0.9 * seconds[torch.float32] else torch.float32
+
+
+def _linear_seconds(rows: int, dtype: torch.dtype, budget: float = 0.2) -> float:
+    """Best time of one [rows, 576] x [576, 1536] product within `budget` seconds."""
+    x, weight = torch.randn(rows, 576).to(dtype), torch.randn(1536, 576).to(dtype)
+    best, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < budget:
+        before = time.perf_counter()
+        F.linear(x, weight)
+        best = min(best, time.perf_counter() - before)
+    return best
