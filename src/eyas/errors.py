@@ -7,8 +7,8 @@ EyasError
 `-- ServerDied            exit 3: a supervised process died or never became ready
 """
 
-from difflib import get_close_matches
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class EyasError(Exception):

@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, a line every few seconds elsewhere. Never on stdout, which --json owns."""
+"""Progress on stderr: a live bar on a terminal, a line every few seconds elsewhere. --json owns stdout."""
 
 import sys
 import time
@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 console = Console(stderr=True)
 LINE_EVERY_S = 5.0

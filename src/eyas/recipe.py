@@ -1,4 +1,4 @@
-"""A recipe: one TOML, one section a stage. The docstring under a field is its help, its reference page and its comment."""
+"""A recipe: one TOML, one section a stage. The docstring under a field is its help and its reference page."""
 
 import ast
 import tomllib
@@ -218,6 +218,26 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
     for override in overrides:
         _override(values, override)
     return validate(Recipe, values, where)
+
+
+def recipe_reference(recipe: Recipe) -> list[dict[str, Any]]:
+    """Every key of a recipe: section, key, value, default and meaning."""
+    rows: list[dict[str, Any]] = []
+    for section, field in Recipe.model_fields.items():
+        value = getattr(recipe, section)
+        if not isinstance(value, BaseModel):
+            rows.append({"key": section, "value": value, "default": field.default, "meaning": field.description or ""})
+            continue
+        for key, inner in type(value).model_fields.items():
+            rows.append(
+                {
+                    "key": f"{section}.{key}",
+                    "value": getattr(value, key),
+                    "default": inner.default,
+                    "meaning": inner.description or "",
+                }
+            )
+    return rows
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -1,0 +1,29 @@
+"""What a command would read, write and run: the answer to --plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One command's plan; nothing in it has happened."""
+
+    command: str
+    reads: Sequence[Path | str | None]
+    writes: Sequence[Path]
+    settings: BaseModel | None = None
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.command,
+            "reads": [
+                str(item.absolute()) if isinstance(item, Path) else item for item in self.reads if item is not None
+            ],
+            "writes": [str(item.absolute()) for item in self.writes],
+            "settings": {} if self.settings is None else self.settings.model_dump(mode="json"),
+        }

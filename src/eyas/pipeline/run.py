@@ -1,0 +1,100 @@
+"""`eyas run`: every stage of a recipe in order, each skipped when its folder is complete under the same values."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.data.captures import capture
+from eyas.data.prompts import make_prompts
+from eyas.data.responses import respond
+from eyas.export.folder import export_draft
+from eyas.measure.bench import bench
+from eyas.pipeline.report import write_report
+from eyas.progress import say
+from eyas.recipe import BenchSettings, Recipe
+from eyas.run import JSON, Manifest, is_complete, read_manifest, result_stage, write_atomic
+from eyas.training.evaluate import evaluate
+from eyas.training.loop import train
+from eyas.wiring.check import check
+
+
+class Stages:
+    """The stages of one run folder, timed and told apart into done now and done before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: list[JSON] = []
+
+    def stage(self, name: str, work: Callable[[Path], Manifest]) -> Path:
+        """Run one stage in `folder/name` unless it is complete; returns its folder."""
+        folder = self.folder / name
+        skipped = is_complete(folder)
+        say(f"{name}: checking what is there" if skipped else f"{name}: making {folder}")
+        started = time.monotonic()
+        manifest = work(folder)
+        seconds = manifest.seconds if skipped else time.monotonic() - started
+        self._note(name, seconds, skipped)
+        return folder
+
+    def result(self, name: str, settings: JSON, inputs: dict[str, Path], compute: Callable[[], JSON]) -> JSON:
+        """Run one stage whose product is a JSON object, or read it back."""
+        folder = self.folder / name
+        started = time.monotonic()
+        result, skipped = result_stage(folder, name, settings=settings, inputs=inputs, compute=compute)
+        seconds = read_manifest(folder, name).seconds if skipped else time.monotonic() - started
+        self._note(name, seconds, skipped)
+        return result
+
+    def _note(self, name: str, seconds: float, skipped: bool) -> None:
+        self.done.append({"name": name, "seconds": round(seconds, 2), "skipped": skipped})
+        say(f"{name}: {'done before' if skipped else 'done'} ({seconds:.1f} s)")
+
+
+def run_recipe(recipe: Recipe, folder: Path) -> JSON:
+    """Run a recipe into `folder`. Returns `stages`, `draft`, `evaluate`, `check`, `bench` and where all of it lies.
+
+    Raises InputError where a folder there was made under other values; nothing already written is lost.
+    """
+    stages, target = Stages(folder), recipe.target
+    prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
+    responses = stages.stage("responses", lambda out: respond(prompts, out, recipe.respond, target))
+    captures = stages.stage("captures", lambda out: capture(responses, out, recipe.capture, target))
+    draft = stages.stage("draft", lambda out: train(captures, out, recipe.train, recipe.draft, target))
+    evaluated = stages.result(
+        "evaluate",
+        recipe.evaluate.model_dump(mode="json"),
+        {"draft": draft, "captures": captures},
+        lambda: evaluate(draft, captures, recipe.evaluate, target),
+    )
+    export = stages.stage("export", lambda out: export_draft(draft, out, recipe.export))
+    checked = stages.result(
+        "check",
+        {"target": target.name},
+        {"draft": draft, "captures": captures, "export": export},
+        lambda: check(target.name, captures, draft, export, target.trust_remote_code),
+    )
+    benched = stages.result(
+        "bench",
+        recipe.bench.model_dump(mode="json"),
+        {"export": export},
+        lambda: bench(target, export, bench_settings(recipe, prompts), survival=evaluated["survival"]),
+    )
+    result = {
+        "run": str(folder.absolute()),
+        "stages": stages.done,
+        "draft": str(export.absolute()),
+        "evaluate": evaluated,
+        "check": checked,
+        "bench": benched,
+        "report": str((folder / "report.md").absolute()),
+    }
+    write_atomic(folder / "recipe.json", recipe.model_dump_json(indent=1) + "\n")
+    write_report(folder / "report.md", recipe, result)
+    return result
+
+
+def bench_settings(recipe: Recipe, prompts: Path) -> BenchSettings:
+    """The bench's settings with `heldout` resolved to this run's own held-out prompts."""
+    if recipe.bench.prompts != "heldout":
+        return recipe.bench
+    return recipe.bench.model_copy(update={"prompts": str(prompts / "prompts.jsonl")})

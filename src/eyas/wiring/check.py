@@ -1,0 +1,259 @@
+"""`eyas check`: every check that what was given allows, what each one saw, and what could not be checked and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from eyas.data.shards import CaptureReader, Sample
+from eyas.errors import InputError
+from eyas.models.checkpoint import load_draft
+from eyas.models.draft import Draft
+from eyas.models.target import Target, load_target
+from eyas.models.vocab import check_vocab
+from eyas.run import read_manifest
+from eyas.wiring.findings import Finding
+from eyas.wiring.identify import NORMED, Match, identify, name_of
+from eyas.wiring.parity import ttt_equals_incremental
+from eyas.wiring.reference import final_normed, reference_boundaries
+from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
+
+Status = Literal["pass", "fail", "skipped", "unknown"]
+PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
+PARITY_TOLERANCE = 1e-4
+"""Float32 sums in another order, relative to the logits' own scale."""
+ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
+
+
+@dataclass
+class Check:
+    """One check: its status, what it saw, and what it found wrong."""
+
+    name: str
+    status: Status
+    evidence: str
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def as_dict(self) -> dict[str, str]:
+        return {"name": self.name, "status": self.status, "evidence": self.evidence}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the person gave; each check takes what it needs."""
+
+    target: Target | None
+    captures: CaptureReader | None
+    draft_folder: Path | None
+    export_folder: Path | None
+
+
+def check(
+    target_name: str | None,
+    captures: Path | None = None,
+    draft: Path | None = None,
+    export: Path | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Run every check possible. Returns `verdict`, `checks` and `findings` (design: docs/commands.md)."""
+    if not any((captures, draft, export)):
+        raise InputError(
+            wanted="something to check",
+            got="neither captures, draft nor export",
+            where="eyas check",
+            next="eyas check --captures RUN/captures --draft RUN/export",
+        )
+    reader = None if captures is None else CaptureReader(captures)
+    if target_name is None and captures is not None:
+        target_name = read_manifest(captures, "captures").settings.get("target")
+    target = None if target_name is None else load_target(target_name, trust_remote_code=trust_remote_code)
+    given = Given(target, reader, draft, export)
+    checks = [one(given) for one in CHECKS]
+    findings = [finding for one in checks for finding in one.findings]
+    return {
+        "verdict": verdict(checks, findings),
+        "checks": [one.as_dict for one in checks],
+        "findings": [finding.model_dump() for finding in findings],
+    }
+
+
+def verdict(checks: list[Check], findings: list[Finding]) -> str:
+    """fail with any error; unknown if an essential check could not run; else pass."""
+    if any(finding.severity == "error" for finding in findings) or any(one.status == "fail" for one in checks):
+        return "fail"
+    ran = {one.name for one in checks if one.status == "pass"}
+    return "pass" if all(name in ran for name in ESSENTIAL) else "unknown"
+
+
+def probe_samples(reader: CaptureReader) -> list[Sample]:
+    """A few captured samples long enough to tell boundaries apart, cut to the probe's length."""
+    long = [i for i, sample in enumerate(reader.samples) if sample.length >= PROBE_MIN]
+    return [reader.read(i).cut(PROBE_MAX) for i in long[:PROBE_SAMPLES]]
+
+
+def check_taps(given: Given) -> Check:
+    """Each captured block is the boundary the manifest says, by numbers."""
+    name = "tap identity"
+    if given.target is None or given.captures is None:
+        return Check(name, "skipped", "needs captures and their target")
+    samples = probe_samples(given.captures)
+    if not samples:
+        return Check(name, "skipped", f"no captured sample of {PROBE_MIN} tokens or more")
+    declared = given.captures.boundaries
+    result = Check(name, "pass", "")
+    lines: list[str] = []
+    for sample in samples:
+        reference = reference_boundaries(given.target, sample.ids_T.tolist())
+        normed = final_normed(given.target, reference[-1])
+        for block, boundary in zip(sample.taps_TA.split(given.target.hidden_size, dim=-1), declared, strict=True):
+            match = identify(block, reference, normed)
+            lines.append(f"declared {boundary}: {match.words()}")
+            if match.boundary is None and result.status == "pass":
+                result.status = "unknown"
+            if match.known and match.boundary != boundary:
+                result.status = "fail"
+                result.findings.append(tap_finding(boundary, match, len(reference) - 1))
+    result.evidence = "; ".join(lines)
+    return result
+
+
+def tap_finding(declared: int, match: Match, num_hidden_layers: int) -> Finding:
+    """What a tap that is another boundary means, by kind."""
+    kinds: dict[int | None, Literal["tap_post_norm", "tap_embedding"]] = {NORMED: "tap_post_norm", 0: "tap_embedding"}
+    found = name_of(match.boundary if match.boundary is not None else declared)
+    return Finding(
+        code=kinds.get(match.boundary, "tap_offset"),
+        severity="error",
+        where="captures: taps",
+        expected=f"boundary {declared} of {num_hidden_layers}",
+        found=found,
+        fix=f"capture again with --boundaries naming {declared}, or declare what was captured",
+        message=f"The block declared as boundary {declared} is {found}: {match.words()}.",
+    )
+
+
+def check_teacher(given: Given) -> Check:
+    """The stored last hidden gives the target's own next tokens under its declared norm state."""
+    name = "teacher"
+    if given.target is None or given.captures is None:
+        return Check(name, "skipped", "needs captures and their target")
+    samples = probe_samples(given.captures)
+    if not samples:
+        return Check(name, "skipped", f"no captured sample of {PROBE_MIN} tokens or more")
+    totals = {"before": 0.0, "after": 0.0, "normed twice": 0.0}
+    for sample in samples:
+        last = reference_boundaries(given.target, sample.ids_T.tolist())[-1]
+        for reading, share in teacher_agreement(given.target, sample.last_hidden_TH, last).items():
+            totals[reading] += share / len(samples)
+    declared = given.captures.last_hidden_norm
+    shown = norm_state(totals, declared)
+    evidence = f"declared {declared} the final norm; " + ", ".join(f"{k}: {v:.3f}" for k, v in totals.items())
+    if shown == declared:
+        return Check(name, "pass", evidence)
+    finding = Finding(
+        code="teacher_not_normed" if declared == "after" else "teacher_double_normed",
+        severity="error",
+        where="captures: last_hidden",
+        expected=f"states from {declared} the final norm (argmax agreement {AGREES} or more)",
+        found=f"agreement {totals[declared]:.3f}" + (f"; read as {shown}: {totals[shown]:.3f}" if shown else ""),
+        fix=f"record last_hidden_norm = {shown}" if shown else "capture again from the same target",
+        message="Trained on this teacher, the loss converges as usual and acceptance falls.",
+    )
+    return Check(name, "fail", evidence, [finding])
+
+
+def load_checked_draft(given: Given) -> Draft | None:
+    if given.draft_folder is None or given.target is None:
+        return None
+    return load_draft(given.draft_folder, target_embedding=given.target.embedding)[0]
+
+
+def check_parity(given: Given) -> Check:
+    """The TTT training forward equals incremental decoding with a cache, on captured rows."""
+    name = "TTT parity"
+    draft = load_checked_draft(given)
+    if draft is None or given.captures is None:
+        return Check(name, "skipped", "needs a draft, captures and the target")
+    samples = probe_samples(given.captures)
+    if not samples:
+        return Check(name, "skipped", f"no captured sample of {PROBE_MIN} tokens or more")
+    difference = max(ttt_equals_incremental(draft, sample.taps_TA.float(), sample.ids_T) for sample in samples)
+    evidence = f"largest relative difference of logits {difference:.1e} (allowed {PARITY_TOLERANCE:.0e})"
+    if difference <= PARITY_TOLERANCE:
+        return Check(name, "pass", evidence)
+    finding = Finding(
+        code="parity_mismatch",
+        severity="error",
+        where="draft",
+        expected=f"training and cached decoding equal within {PARITY_TOLERANCE:.0e}",
+        found=f"{difference:.1e}",
+        fix="report this with the draft's config.json: one of the two attention paths is wrong",
+        message="What was trained is not what will be served.",
+    )
+    return Check(name, "fail", evidence, [finding])
+
+
+def check_vocabulary(given: Given) -> Check:
+    """d2t and t2d describe one injective, sorted map into the target's vocabulary that keeps the stop tokens."""
+    name = "vocabulary"
+    draft = load_checked_draft(given)
+    if draft is None or given.target is None:
+        return Check(name, "skipped", "needs a draft and its target")
+    if not draft.config.reduced_vocabulary:
+        return Check(name, "pass", "the draft has the target's whole vocabulary")
+    try:
+        check_vocab(draft.d2t, draft.t2d)
+    except InputError as error:
+        finding = Finding(
+            code="d2t_out_of_range",
+            severity="error",
+            where=error.where,
+            expected=error.wanted,
+            found=error.got,
+            fix=error.next,
+            message="Drafted ids map to the wrong tokens: text stays right, acceptance is near zero.",
+        )
+        return Check(name, "fail", str(error), [finding])
+    lost = [stop for stop in given.target.stop_ids if not draft.t2d[stop]]
+    evidence = f"{draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens; stop ids {given.target.stop_ids}"
+    if not lost:
+        return Check(name, "pass", evidence)
+    finding = Finding(
+        code="vocab_mismatch",
+        severity="warning",
+        where="draft: t2d",
+        expected=f"stop ids {lost} in the draft vocabulary",
+        found="left out",
+        fix="train again: the vocabulary always keeps the stop ids",
+        message="The end of an answer can never be drafted.",
+    )
+    return Check(name, "pass", evidence, [finding])
+
+
+def check_export(given: Given) -> Check:
+    """The exported folder loads back to the draft's own wiring and tensors, bit for bit."""
+    name = "export"
+    draft = load_checked_draft(given)
+    if draft is None or given.export_folder is None or given.target is None:
+        return Check(name, "skipped", "needs a draft, its export and the target")
+    exported = load_draft(given.export_folder, target_embedding=given.target.embedding)[0]
+    ours, theirs = draft.state_dict(), exported.state_dict()
+    differing = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    if not differing and draft.config == exported.config:
+        return Check(name, "pass", f"{len(ours)} tensors equal, config equal")
+    finding = Finding(
+        code="parity_mismatch",
+        severity="error",
+        where=str(given.export_folder),
+        expected="the draft's own tensors and wiring",
+        found=f"{len(differing)} tensors differ: {', '.join(differing[:4])}",
+        fix="eyas export again from this draft",
+        message="What would be served is not the draft that was checked.",
+    )
+    return Check(name, "fail", f"{len(differing)} of {len(ours)} tensors differ", [finding])
+
+
+CHECKS: tuple[Callable[[Given], Check], ...] = (check_taps, check_teacher, check_parity, check_vocabulary, check_export)
