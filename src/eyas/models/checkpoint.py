@@ -31,7 +31,7 @@ class DraftInfo(BaseModel):
     draft: DraftConfig
     target: TargetIdentity
     tokenizer_hash: str
-    template_hash: str
+    template_hash: str | None
     last_hidden_norm: str = "before"
     """Whether the captured last hidden (the teacher's) was `before` or `after` the target's final norm."""
     loss_on: str = "assistant"
@@ -73,12 +73,13 @@ def config_json(info: DraftInfo, dtype: str) -> dict[str, Any]:
 def load_draft(
     folder: Path, target_embedding: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Draft, DraftInfo]:
-    """The draft in `folder`, in evaluation mode, and what is known of it.
+    """The draft in `folder` (or in the newest step of a draft stage's folder), in evaluation mode, and its `eyas` block.
 
     `target_embedding` [V, H] is shared with the draft (without it, `share_embedding` must be called before use).
     `dtype` None keeps the file's. Raises InputError for a missing or truncated file, a config without an `eyas` block,
     and tensors that are missing, unexpected or of another shape.
     """
+    folder = newest_step(folder)
     info = read_info(folder)
     tensors = _read_tensors(folder / WEIGHTS)
     with torch.random.fork_rng(devices=[]):  # building a module draws numbers: not the caller's
@@ -95,9 +96,23 @@ def load_draft(
     return draft.eval().requires_grad_(False), info
 
 
+def newest_step(folder: Path) -> Path:
+    """`folder` itself where it is a draft; of a training run's folder its newest `step-N`."""
+    if (folder / CONFIG).is_file():
+        return folder
+    steps = [path for path in folder.glob("step-*") if (path / CONFIG).is_file()]
+    return max(steps, key=step_number, default=folder)
+
+
+def step_number(folder: Path) -> int:
+    """N of `step-N`."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
 def read_info(folder: Path) -> DraftInfo:
     """The `eyas` block of a draft folder, without reading a tensor."""
-    path = folder / CONFIG
+    path = newest_step(folder) / CONFIG
     next_step = "eyas inspect DRAFT says what the folder is"
     if not path.is_file():
         raise InputError(
@@ -122,7 +137,13 @@ def read_info(folder: Path) -> DraftInfo:
 
 
 def make_info(
-    draft: Draft, target: TargetIdentity, *, tokenizer_hash: str, template_hash: str, ttt_length: int, **facts: str
+    draft: Draft,
+    target: TargetIdentity,
+    *,
+    tokenizer_hash: str,
+    template_hash: str | None,
+    ttt_length: int,
+    **facts: str,
 ) -> DraftInfo:
     """The `eyas` block of a draft made here, with the versions in use."""
     return DraftInfo(

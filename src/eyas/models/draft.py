@@ -26,6 +26,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query_BNTE, key_BKTE, value_BKTE), rope applied, to context_BNTE. The caller owns mask and cache: training
 passes the TTT attention, the engine its cache, so that both run this one module."""
 
+Rope = tuple[Tensor, Tensor]
+"""cos and sin [B, T, E] of the rows' rotary positions."""
+
 
 def llama_config(config: DraftConfig) -> LlamaConfig:
     """The draft's block as transformers spells it (for its norm, MLP and rope modules)."""
@@ -59,18 +62,23 @@ class Attention(nn.Module):
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
-    def project(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value heads, rope applied: [B, N, T, E], [B, K, T, E], [B, K, T, E]."""
-        shape = (*x_BTI.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(x_BTI).view(shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(x_BTI).view(shape)).transpose(1, 2)
-        value = self.v_proj(x_BTI).view(shape).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *rope)
-        return query, key, value
+    def query(self, x_BTI: Tensor, rope: Rope) -> Tensor:
+        """Query heads [B, N, T, E], rope applied."""
+        heads = self.q_norm(self.q_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return apply_rotary_pos_emb(heads, heads[:, :0], *rope)[0]
 
-    def forward(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        query, key, value = self.project(x_BTI, rope)
-        context = attend(self.layer, query, key, value)
+    def key_value(self, x_BTI: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Key heads, rope applied, and value heads, both [B, K, T, E]."""
+        key = self.k_norm(self.k_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        value = self.v_proj(x_BTI).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return apply_rotary_pos_emb(key, key[:, :0], *rope)[0], value
+
+    def forward(self, x_BTI: Tensor, rope: Rope, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Keys and values of every row; queries, and so an output, of `rows` only (None: of all)."""
+        key, value = self.key_value(x_BTI, rope)
+        if rows is not None:
+            x_BTI, rope = x_BTI[:, rows], (rope[0][:, rows], rope[1][:, rows])
+        context = attend(self.layer, self.query(x_BTI, rope), key, value)
         return self.o_proj(context.transpose(1, 2).flatten(2))
 
 
@@ -96,9 +104,13 @@ class Layer(nn.Module):
         residual = normed if self.norm_before_residual else state_BTH
         return torch.cat([self.input_layernorm(embeds_BTH), normed], dim=-1), residual
 
-    def forward(self, embeds_BTH: Tensor, state_BTH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, embeds_BTH: Tensor, state_BTH: Tensor, rope: Rope, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """The new state [B, T, H]; of `rows` only where given, while every row leaves its key and value."""
         x, residual = self.attention_input(embeds_BTH, state_BTH)
-        state = residual + self.self_attn(x, rope, attend)
+        residual = residual if rows is None else residual[:, rows]
+        state = residual + self.self_attn(x, rope, attend, rows)
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
@@ -140,6 +152,12 @@ class Draft(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
+        """`.to(bfloat16)` must not round the rotary frequencies: they are made anew on the parameters' device."""
+        super()._apply(fn, recurse)
+        self.rotary = LlamaRotaryEmbedding(llama_config(self.config)).to(self.fc.weight.device)
+        return self
+
     def share_embedding(self, weight_VH: Tensor) -> None:
         """Use the target's embedding table [V, H] (no copy, no gradient)."""
         if tuple(weight_VH.shape) != (self.config.vocab_size, self.config.hidden_size):
@@ -161,17 +179,23 @@ class Draft(nn.Module):
             taps_BTA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return self.fc(taps_BTA)
 
-    def rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions_BT: Tensor) -> Rope:
         """cos and sin for rotary positions [B, T]."""
         return self.rotary(self.fc.weight, positions_BT)
 
-    def forward(self, ids_BT: Tensor, state_BTH: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """One step. Row t holds the state of token t and the id of token t+1; returns h [B, T, H], before the norm."""
+    def forward(
+        self, ids_BT: Tensor, state_BTH: Tensor, rope: Rope, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """One step. Row t holds the state of token t and the id of token t+1; returns h [B, T, H], before the norm.
+
+        With `rows` (indices [R]) only those rows' h is computed, [B, R, H]: in the last layer the others give no more
+        than their key and value, which is most of a prompt's cost saved. `attend` then gets R queries and T keys.
+        """
         embeds = self.embed_tokens(ids_BT)
         state = state_BTH
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             state = layer(embeds, state, rope, attend)
-        return state
+        return self.layers[-1](embeds, state, rope, attend, rows)
 
     def feedback(self, hidden_BTH: Tensor) -> Tensor:
         """What the next step is fed: h, or norm(h) under `norm_output`."""

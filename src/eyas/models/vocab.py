@@ -68,11 +68,15 @@ def draft_ids(t2d: Tensor) -> Tensor:
     return torch.where(t2d, index_V, -1)
 
 
-def check_vocab(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: str) -> None:
+def check_vocab(d2t: Tensor, t2d: Tensor | None, vocab_size: int | None = None, where: str = "draft: d2t, t2d") -> None:
     """Raise InputError unless the tables are one strictly increasing map into the target's vocabulary.
 
-    `t2d` may be absent (ModelOpt does not write it). The messages tell an absolute `d2t` from an offset one.
+    `t2d` may be absent (ModelOpt does not write it); then `vocab_size` is needed. The message tells a table of target
+    ids from one of offsets.
     """
+    if vocab_size is None:
+        assert t2d is not None, "one of t2d and vocab_size says how large the target's vocabulary is"
+        vocab_size = t2d.numel()
     size = d2t.numel()
 
     def refuse(wanted: str, got: str) -> InputError:
