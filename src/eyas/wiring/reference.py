@@ -14,7 +14,7 @@ def reference_boundaries(target: Target, ids: list[int]) -> list[Tensor]:
     """Boundaries 0..n of `target` over `ids`: n + 1 float32 tensors [T, H]; the last is before the final norm."""
     everything = range(target.num_hidden_layers + 1)
     with record_boundaries(target, tuple(everything)) as recorder:
-        target.model.model(torch.tensor([ids]), use_cache=False)
+        target.backbone(input_ids=torch.tensor([ids], device=target.embedding.device), use_cache=False)
         return [recorder.states[boundary][0].float() for boundary in everything]
 
 

@@ -1,0 +1,78 @@
+"""Errors have four parts; recipes refuse what they do not know and say what is nearest."""
+
+import pytest
+
+from eyas.errors import CheckFailed, EyasError, InputError, MissingDependency, ServerDied, did_you_mean
+from eyas.recipe import Recipe, load_recipe, packaged_recipes, recipe_reference
+
+
+def test_every_error_has_four_parts_and_the_exit_status_of_its_kind() -> None:
+    parts = {"wanted": "a", "got": "b", "where": "c", "next": "d"}
+    kinds = {InputError: 2, MissingDependency: 2, CheckFailed: 1, ServerDied: 3}
+    for kind, status in kinds.items():
+        error = kind(**parts)
+        assert isinstance(error, EyasError)
+        assert error.as_dict() == parts
+        assert error.exit_code == status
+
+
+def test_did_you_mean_names_the_nearest_word_or_nothing() -> None:
+    assert did_you_mean("epoch", ["epochs", "seed"]) == ' (did you mean "epochs"?)'
+    assert did_you_mean("xyzzy", ["epochs", "seed"]) == ""
+
+
+def test_the_demo_is_packaged_and_loads() -> None:
+    assert "demo" in packaged_recipes()
+    assert load_recipe("demo").name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.epoch=2", '(did you mean "epochs"?)'),
+        ("tran.epochs=2", '(did you mean "train"?)'),
+        ("train.epochs=-1", "greater than 0"),
+        ("train.epochs=many", "valid number"),
+        ("train.epochs", "--set section.key=value"),
+        ("name.x=1", "a section before the dot"),
+    ],
+)
+def test_a_bad_override_is_refused_with_what_would_fit(override: str, part: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe("demo", (override,))
+    assert part in str(caught.value)
+
+
+def test_overrides_take_toml_and_python_spellings() -> None:
+    recipe = load_recipe(
+        "demo",
+        (
+            "train.epochs=1.5",
+            "draft.fc_norm=false",
+            "bench.limit=none",
+            "capture.boundaries=[1, 2, 3]",
+            "prompts.source=my file.jsonl",
+        ),
+    )
+    assert recipe.train.epochs == 1.5
+    assert recipe.draft.fc_norm is False
+    assert recipe.bench.limit is None
+    assert recipe.capture.boundaries == (1, 2, 3)
+    assert recipe.prompts.source == "my file.jsonl"
+
+
+def test_a_recipe_file_with_bad_toml_or_no_file_is_named(tmp_path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[train\nepochs = 1")
+    with pytest.raises(InputError, match=r"bad\.toml"):
+        load_recipe(str(bad))
+    with pytest.raises(InputError, match="no such file"):
+        load_recipe(str(tmp_path / "absent.toml"))
+    with pytest.raises(InputError, match=r'did you mean "demo"'):
+        load_recipe("dema")
+
+
+def test_every_key_has_a_meaning() -> None:
+    rows = recipe_reference(Recipe())
+    assert len(rows) > 40
+    assert [row["key"] for row in rows if not row["meaning"]] == []
