@@ -39,7 +39,7 @@ WRITERS: dict[str, Spelling] = {
     "sglang": Spelling(first_layer="midlayer."),
     "vllm": Spelling(first_layer="midlayer."),
 }
-"""The last two are what Eyas writes for the engines: un-prefixed `midlayer.*` is read by every known release of both."""
+"""The last two are what Eyas writes for the engines: every known release of both reads un-prefixed `midlayer.*`."""
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 TOP_LEVEL = ("lm_head.", "d2t", "t2d")

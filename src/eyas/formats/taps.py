@@ -43,7 +43,7 @@ def check_boundaries(boundaries: Sequence[int], num_hidden_layers: int, where: s
         )
     if ordered[0] < 0 or ordered[-1] > num_hidden_layers:
         raise InputError(
-            wanted=f"boundaries from 0 (embedding) to {num_hidden_layers} (after the last layer, before the final norm)",
+            wanted=f"boundaries from 0 (embedding) to {num_hidden_layers} (last layer's output, before the final norm)",
             got=str(list(boundaries)),
             where=where,
             next="eyas inspect TARGET shows its layers",
