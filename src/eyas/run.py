@@ -119,7 +119,7 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
     except ValueError as error:
         raise InputError(
             wanted="a manifest of format 1",
-            got=str(error).splitlines()[0],
+            got=" ".join(str(error).split())[:300],
             where=str(path),
             next="make the stage again",
         ) from error
