@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.formats.names import canonical_name, expected_tensors, twin
 from eyas.models.draft import Draft
 from eyas.models.vocab import check_vocab
 from eyas.run import versions, write_atomic
@@ -51,10 +52,8 @@ def save_draft(folder: Path, draft: Draft, info: DraftInfo) -> None:
 
 def draft_tensors(draft: Draft) -> dict[str, Tensor]:
     """The tensors a draft folder holds, by name: no shared embedding, no vocabulary tables where nothing is reduced."""
-    absent = set() if draft.config.own_embedding else {"embed_tokens.weight"}
-    if not draft.config.reduced_vocabulary:
-        absent |= {"d2t", "t2d"}
-    return {name: tensor for name, tensor in draft.state_dict().items() if name not in absent}
+    state = draft.state_dict()
+    return {name: state[name] for name in expected_tensors(draft.config)}
 
 
 def config_json(info: DraftInfo, dtype: str) -> dict[str, Any]:
@@ -73,7 +72,9 @@ def config_json(info: DraftInfo, dtype: str) -> dict[str, Any]:
 def load_draft(
     folder: Path, target_embedding: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Draft, DraftInfo]:
-    """The draft in `folder` (or in the newest step of a draft stage's folder), in evaluation mode, and its `eyas` block.
+    """The draft in `folder` (or in a draft stage's newest step), in evaluation mode, and its `eyas` block.
+
+    Tensor names may be in any writer's spelling (formats/names.py), so an export loads back as well.
 
     `target_embedding` [V, H] is shared with the draft (without it, `share_embedding` must be called before use).
     `dtype` None keeps the file's. Raises InputError for a missing or truncated file, a config without an `eyas` block,
@@ -81,7 +82,7 @@ def load_draft(
     """
     folder = newest_step(folder)
     info = read_info(folder)
-    tensors = _read_tensors(folder / WEIGHTS)
+    tensors = canonical_tensors(_read_tensors(folder / WEIGHTS))
     with torch.random.fork_rng(devices=[]):  # building a module draws numbers: not the caller's
         draft = Draft(info.draft)
     _check_tensors(draft_tensors(draft), tensors, folder / WEIGHTS)
@@ -94,6 +95,11 @@ def load_draft(
     if target_embedding is not None:
         draft.share_embedding(target_embedding)
     return draft.eval().requires_grad_(False), info
+
+
+def canonical_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of `models/draft.py`, without the second names that an export gives some."""
+    return {canonical_name(name): tensor for name, tensor in tensors.items() if twin(canonical_name(name)) is None}
 
 
 def newest_step(folder: Path) -> Path:
