@@ -121,7 +121,10 @@ class Target:
 
     def logits(self, normed_BTH: Tensor) -> Tensor:
         """Logits [..., V] of final-normed states, with the target's own scale and soft-cap."""
-        logits = self.head(normed_BTH)
+        return self.scaled(self.head(normed_BTH))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Raw head outputs with the target's own scale and soft-cap: element by element, so a slice may be given."""
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
