@@ -1,0 +1,177 @@
+"""The TTT loss: the draft unrolled over captured rows, against the teacher at every step.
+
+Soft cross-entropy over the draft vocabulary; step s weighs step_decay ** s. A row whose teacher's full-vocabulary
+argmax is outside the draft vocabulary is left out of the loss and counts as a miss in the accuracy.
+
+Shapes: T packed rows, A width of the taps, H hidden, R[s] rows supervised at step s, C a chunk of rows of all steps,
+D draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyas.models.draft import Draft
+from eyas.training.attention import TTTAttention
+from eyas.training.rows import Rows
+from eyas.training.teacher import Teacher
+
+CHUNK = 256
+"""Rows whose draft-vocabulary logits exist at one time: they stay in cache, and memory stays flat."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents packed one after another, on one device."""
+
+    samples: tuple[str, ...]
+    """Their ids, for messages."""
+    ids_T: Tensor
+    taps_TA: Tensor
+    last_hidden_TH: Tensor
+    argmax_T: Tensor
+    """The target's full-vocabulary argmax after each row; read at supervised rows only."""
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Per-step sums over a batch, [S] float64: they add up over batches (and, later, ranks)."""
+
+    loss: Tensor
+    """Cross-entropy summed over the rows in the loss, unweighted."""
+    hits: Tensor
+    """Rows whose draft argmax is the target's."""
+    kept: Tensor
+    """Rows in the loss: supervised, and the teacher's argmax in the draft vocabulary."""
+    rows: Tensor
+    """Supervised rows."""
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.loss + other.loss, self.hits + other.hits, self.kept + other.kept, self.rows + other.rows)
+
+    def mean_loss(self) -> list[float]:
+        return (self.loss / self.kept.clamp(min=1)).tolist()
+
+    def accuracy(self) -> list[float]:
+        return (self.hits / self.rows.clamp(min=1)).tolist()
+
+
+def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows) -> list[Tensor]:
+    """h of the supervised rows at every step, [R[s], H], before the norm: true tokens, the draft's own states.
+
+    Prompt rows take part in step 0 with their keys and values only.
+    """
+    attention = TTTAttention(rows, draft.config.sliding_window)
+    following_T = torch.cat([ids_T[1:], ids_T[-1:]])  # what follows a document's last row is never attended to
+    state = draft.fuse(taps_TA[None])
+    hidden = draft(following_T[None], state, draft.rope(rows.positions_T[None]), attention, rows=rows.index[0])
+    unrolled = [hidden[0]]
+    for step in range(1, rows.steps):
+        attention.begin(step)
+        index = rows.index[step]
+        state = draft.feedback(hidden)[:, rows.inside[step]]
+        rope = draft.rope(rows.positions_T[index][None] + step)
+        hidden = draft(ids_T[index + 1 + step][None], state, rope, attention)
+        unrolled.append(hidden[0])
+    return unrolled
+
+
+def in_vocabulary(rows: Rows, argmax_T: Tensor, t2d: Tensor) -> list[Tensor]:
+    """Per step which supervised rows [R[s]] are in the loss: the teacher's argmax can be said by the draft."""
+    return [t2d[argmax_T[index + 1 + step]] for step, index in enumerate(rows.index)]
+
+
+def ttt_loss(
+    draft: Draft,
+    batch: Batch,
+    teacher: Teacher,
+    draft_of_V: Tensor,
+    row_weights: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Sums]:
+    """The weighted loss (a scalar with a gradient) and its per-step sums.
+
+    `row_weights[s]` is what one row of step s weighs: step_decay ** s over the denominator. `draft_of_V` is the draft
+    id of each target id (vocab.draft_ids). `dtype`: that of the matrix products.
+    """
+    rows = batch.rows
+    device_type = batch.ids_T.device.type
+    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
+        hidden = unroll(draft, batch.taps_TA, batch.ids_T, rows)
+    kept = in_vocabulary(rows, batch.argmax_T, draft.t2d)
+    teacher_rows_P = rows.index[0] + 1  # every step's teacher position is some step-0 row's
+    with torch.no_grad():
+        teacher_PD = teacher.probabilities(batch.last_hidden_TH[teacher_rows_P], dtype)
+    at = [index[keep] + 1 + step for step, (index, keep) in enumerate(zip(rows.index, kept, strict=True))]
+    normed_CH = draft.norm(torch.cat([states[keep] for states, keep in zip(hidden, kept, strict=True)]).float())
+    at_C = torch.cat(at)
+    counts = torch.tensor([len(positions) for positions in at])
+    weight_C = torch.repeat_interleave(torch.tensor(row_weights, dtype=torch.float32), counts).to(normed_CH.device)
+    truth_C = draft_of_V[batch.argmax_T[at_C]]
+    where_C = torch.searchsorted(teacher_rows_P, at_C)
+    loss, loss_C, hit_C = SoftCrossEntropy.apply(
+        normed_CH, draft.lm_head.weight, teacher_PD, where_C, truth_C, weight_C, dtype
+    )
+    step_of_C = torch.repeat_interleave(torch.arange(rows.steps), counts)
+    sums = Sums(
+        loss=_per_step(step_of_C, loss_C, rows.steps),
+        hits=_per_step(step_of_C, hit_C, rows.steps),
+        kept=counts.double(),
+        rows=torch.tensor([len(index) for index in rows.index], dtype=torch.float64),
+    )
+    return loss, sums
+
+
+def _per_step(step_of_C: Tensor, values_C: Tensor, steps: int) -> Tensor:
+    return torch.zeros(steps, dtype=torch.float64).index_add_(0, step_of_C, values_C.double().cpu())
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """sum over rows of weight * -sum_D p log softmax(head(x)), its gradients made in the same pass over the logits.
+
+    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, and one
+    softmax serves loss and gradient. Returns the weighted sum, and per row the loss and whether the argmax is `truth`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_CH: Tensor,
+        weight_DH: Tensor,
+        teacher_PD: Tensor,
+        where_C: Tensor,
+        truth_C: Tensor,
+        weight_C: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
+        grad_x = torch.empty_like(x_CH)
+        grad_weight = torch.zeros_like(weight_DH)
+        loss_C = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        hit_C = torch.empty(len(x), dtype=torch.bool, device=x.device)
+        for start in range(0, len(x), CHUNK):
+            part = slice(start, start + CHUNK)
+            logits = F.linear(x[part], weight).float()
+            teacher = teacher_PD[where_C[part]]
+            top, best = logits.max(dim=-1)
+            expected = torch.linalg.vecdot(teacher, logits)
+            shares = logits.softmax(dim=-1)
+            # log sum exp = top - log(share of the top): one softmax serves both
+            loss_C[part] = top - shares.gather(1, best[:, None])[:, 0].log() - expected
+            hit_C[part] = best == truth_C[part]
+            slope = shares.sub_(teacher).mul_(weight_C[part, None]).to(dtype)
+            grad_x[part] = slope @ weight
+            grad_weight.addmm_(slope.T, x[part]) if dtype == grad_weight.dtype else grad_weight.add_(slope.T @ x[part])
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.mark_non_differentiable(loss_C, hit_C)
+        return (loss_C * weight_C).sum(), loss_C, hit_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grads[0], grad_weight * grads[0], None, None, None, None, None
