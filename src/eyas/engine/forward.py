@@ -1,0 +1,106 @@
+"""The target's forward over a few rows at known positions, through transformers' own modules, with its taps.
+
+Shapes: B batch (1), R rows, H hidden, A width of the concatenated taps, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas.engine.cache import ATTENTION, KVCache, register
+from eyas.errors import InputError
+from eyas.formats.taps import check_boundaries
+from eyas.models.target import Target
+
+PREFILL_ROWS = 512
+"""Prompt rows in one forward: keeps a long prompt's memory flat."""
+
+
+class TargetForward:
+    """Runs rows of one sequence; keeps the boundary states of the latest forward where taps are wanted.
+
+    `rows` is the row bucket: how many rows `verify` computes whatever number it is given, or None where this
+    machine's kernels give a row the same bits in any company (engine/selftest.py finds out).
+    """
+
+    def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
+        if boundaries:
+            check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
+        register()
+        target.model.set_attn_implementation(ATTENTION)
+        self.target, self.rows = target, rows
+        self.boundaries = tuple(boundaries)
+        self.cache = KVCache(target.dtype, target.model.device)
+        self._states: dict[int, Tensor] = {}
+        # transformers takes a four-dimensional mask as prepared and builds none; the cache makes its own.
+        self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=target.model.device)
+        self._hooks = [self._hook(boundary) for boundary in self.boundaries]
+
+    def close(self) -> None:
+        """Take the hooks off the target and give it transformers' own attention back."""
+        for hook in self._hooks:
+            hook.remove()
+        self.target.model.set_attn_implementation("sdpa")
+
+    def prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A]."""
+        taps = []
+        last = None
+        for start in range(0, len(ids), PREFILL_ROWS):
+            last = self._forward(ids[start : start + PREFILL_ROWS], start, by_position=False)
+            if self.boundaries:
+                taps.append(self.taps())
+        assert last is not None, "a prompt has at least one token"
+        self._check_layers()
+        return last[:, -1:], torch.cat(taps, dim=1) if taps else None
+
+    def verify(self, ids: Sequence[int], start: int) -> Tensor:
+        """Final-normed states [1, rows or R, H] of `ids` at positions start...; rows beyond len(ids) are padding."""
+        if self.rows is not None and len(ids) < self.rows:
+            ids = [*ids, *[ids[-1]] * (self.rows - len(ids))]
+        return self._forward(ids, start, by_position=True)
+
+    def logits(self, normed_BRH: Tensor) -> Tensor:
+        """float32 logits [R, V]."""
+        return self.target.logits(normed_BRH)[0].float()
+
+    def taps(self) -> Tensor:
+        """Concatenated taps [1, R, A] of the latest forward, ascending boundaries."""
+        return torch.cat([self._states[boundary] for boundary in self.boundaries], dim=-1)
+
+    def _forward(self, ids: Sequence[int], start: int, *, by_position: bool) -> Tensor:
+        device = self._no_mask.device
+        self.cache.begin(start, len(ids), by_position=by_position)
+        output = self.target.backbone(
+            input_ids=torch.tensor([list(ids)], device=device),
+            position_ids=torch.arange(start, start + len(ids), device=device)[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            eyas_cache=self.cache,
+        )
+        return output.last_hidden_state
+
+    def _hook(self, boundary: int) -> Any:
+        layers, n = self.target.layers, self.target.num_hidden_layers
+        if boundary == n:
+            return layers[n - 1].register_forward_hook(self._record_last)
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._states[boundary] = args[0] if args else kwargs["hidden_states"]
+
+        return layers[boundary].register_forward_pre_hook(record, with_kwargs=True)
+
+    def _record_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._states[self.target.num_hidden_layers] = output if isinstance(output, Tensor) else output[0]
+
+    def _check_layers(self) -> None:
+        """A layer whose attention did not come through the cache (linear attention, a fixed kernel) has no past."""
+        if len(self.cache.keys) != self.target.num_hidden_layers:
+            raise InputError(
+                wanted=f"{self.target.num_hidden_layers} layers of scaled dot-product attention",
+                got=f"{len(self.cache.keys)} in {type(self.target.model).__name__}",
+                where="the embedded engine",
+                next="serve this target with --engine sglang or vllm",
+            )

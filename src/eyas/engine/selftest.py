@@ -1,0 +1,53 @@
+"""Does a row get the same bits whichever forward computes it? Found out on the real modules, at start.
+
+Kernels of one and of several rows sum in different orders on some machines and precisions (docs/engine.md), and then
+plain decoding and verification part at near ties. A fixed row bucket cures it where the kernels are at least blind to a
+row's place in it.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eyas.engine.forward import TargetForward
+
+
+def rows_are_invariant(forward: TargetForward, count: int, start: int) -> bool:
+    """Whether logits and taps of `count` rows from `start` are bit-equal for every grouping tried.
+
+    The cache must hold the rows before `start`. Singles are compared with forwards of 2..count rows from the first,
+    and with those of 1..count that end at the last.
+    """
+    ids = _ids(count, forward.target.vocab_size, seed=1)
+    singles = [_rows(forward, ids[i : i + 1], start + i)[0] for i in range(count)]
+    groups = [(0, end) for end in range(2, count + 1)] + [(first, count) for first in range(1, count)]
+    return all(
+        torch.equal(row, singles[first + offset])
+        for first, end in groups
+        for offset, row in enumerate(_rows(forward, ids[first:end], start + first))
+    )
+
+
+def check_rows(forward: TargetForward, count: int) -> bool:
+    """`rows_are_invariant` early in a sequence, and where rows lie on both sides of a length border."""
+    border = forward.cache.block
+    room = forward.target.context_length
+    starts = [8] + ([border - max(1, count // 2)] if border + count <= room else [])
+    forward.cache.reserve(border + 2 * count)
+    forward.prefill(_ids(starts[-1], forward.target.vocab_size, seed=0))
+    return all(rows_are_invariant(forward, count, start) for start in reversed(starts))
+
+
+def _rows(forward: TargetForward, ids: Sequence[int], start: int) -> list[Tensor]:
+    """Logits and taps of each of `ids`, joined."""
+    logits = forward.logits(forward.verify(ids, start))
+    parts = torch.cat([logits, forward.taps()[0].float()], dim=-1) if forward.boundaries else logits
+    return list(parts[: len(ids)])
+
+
+def _ids(count: int, vocab_size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()
