@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,9 +103,7 @@ class _Skip(Exception):
         self.reason, self.detail = reason, detail
 
 
-def read_records(
-    path: Path, *, on_error: OnError = "skip", preformatted: bool = False
-) -> tuple[list[Record], Tally]:
+def read_records(path: Path, *, on_error: OnError = "skip", preformatted: bool = False) -> tuple[list[Record], Tally]:
     """All usable records of a file, and what was skipped or repaired; see `iter_records`."""
     tally = Tally()
     return list(iter_records(path, tally, on_error=on_error, preformatted=preformatted)), tally
@@ -120,7 +118,7 @@ def iter_records(
     `on_error="stop"`, at the first unusable line, naming file, line and reason. Duplicates never stop.
     """
     seen: set[bytes] = set()
-    ids: set[str] = set()
+    ids: dict[str, int] = {}
     for number, line in _lines(path):
         repairs: Counter[str] = Counter()
         try:
@@ -153,7 +151,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(wanted="a JSONL file of prompts", got="no such file", where=str(path), next="check the path")
     if path.is_dir():
         raise InputError(
-            wanted="a JSONL file of prompts", got="a folder", where=str(path), next=f"name a file in it: {path}/FILE.jsonl"
+            wanted="a JSONL file of prompts",
+            got="a folder",
+            where=str(path),
+            next=f"name a file in it: {path}/FILE.jsonl",
         )
     first = True
     try:
@@ -173,7 +174,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
     except OSError as error:
         raise InputError(
-            wanted="to read a JSONL file", got=error.strerror or str(error), where=str(path), next="check its permissions"
+            wanted="to read a JSONL file",
+            got=error.strerror or str(error),
+            where=str(path),
+            next="check its permissions",
         ) from error
 
 
@@ -199,8 +203,7 @@ def _parse(number: int, line: str, preformatted: bool, repairs: Counter[str], un
         raise _Skip("not an object", f"a JSON {type(value).__name__}")
     name = value.get("id")
     name = str(name) if isinstance(name, str | int) and name != "" else f"line-{number}"
-    if not _encodable(line):
-        raise _Skip("broken Unicode", "a lone surrogate escape")
+    _check_unicode(name)
     turns = next((value[key] for key in TURN_KEYS if value.get(key) is not None), None)
     if turns is None:
         return _parse_text(name, number, value, preformatted)
@@ -217,26 +220,26 @@ def _parse(number: int, line: str, preformatted: bool, repairs: Counter[str], un
     return record
 
 
-def _encodable(line: str) -> bool:
-    r"""Whether the values of `line` can be written as UTF-8: JSON can escape half a surrogate pair (`"\ud800"`)."""
-    if "\\u" not in line:
-        return True
+def _check_unicode(text: str) -> str:
+    r"""`text` if it can be written as UTF-8: JSON can escape half a surrogate pair (`"\ud800"`)."""
     try:
-        json.dumps(json.loads(line), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Skip("broken Unicode", "a lone surrogate escape") from error
+    return text
 
 
 def _parse_text(name: str, number: int, value: dict[str, Any], preformatted: bool) -> Record:
     text = value.get("text")
     if not isinstance(text, str):
-        raise _Skip("no known key", f"has {', '.join(map(repr, value)) or 'no keys'}; wanted one of {', '.join(TURN_KEYS)}")
+        raise _Skip(
+            "no known key", f"has {', '.join(map(repr, value)) or 'no keys'}; wanted one of {', '.join(TURN_KEYS)}"
+        )
     if not preformatted:
         raise _Skip("preformatted text", "`text` is read only where preformatted text is asked for")
     if not text.strip():
         raise _Skip("empty conversation")
-    return Record(name, (), number, text)
+    return Record(name, (), number, _check_unicode(text))
 
 
 def _message(turn: Any, repairs: Counter[str], unknown: Counter[str]) -> Message:
@@ -260,14 +263,14 @@ def _message(turn: Any, repairs: Counter[str], unknown: Counter[str]) -> Message
 def _content(value: Any, role: str, repairs: Counter[str]) -> str:
     """Text as it is, a number as its digits, OpenAI text parts joined; an assistant turn may have none."""
     if isinstance(value, str):
-        return value
+        return _check_unicode(value)
     if isinstance(value, int | float):
         repairs["number made text"] += 1
         return str(value)
     if value is None and role == "assistant":
         return ""
     if isinstance(value, list) and value and all(_is_text_part(part) for part in value):
-        return "".join(part["text"] for part in value)
+        return _check_unicode("".join(part["text"] for part in value))
     kind = "null" if value is None else f"a JSON {type(value).__name__}"
     raise _Skip("content is not text", f"the content of a {role} turn is {kind}")
 
@@ -294,13 +297,14 @@ def _asking(messages: list[Message], repairs: Counter[str]) -> list[Message]:
     return lead + rest
 
 
-def _with_free_id(record: Record, ids: set[str], tally: Tally) -> Record:
-    """`record` under an id that no earlier record has; responses are keyed by it."""
-    name, suffix = record.id, 2
+def _with_free_id(record: Record, ids: dict[str, int], tally: Tally) -> Record:
+    """`record` under an id that no earlier record has (responses are keyed by it); `ids` maps id to times met."""
+    name = record.id
     while name in ids:
-        name, suffix = f"{record.id}-{suffix}", suffix + 1
-    ids.add(name)
+        ids[record.id] += 1
+        name = f"{record.id}-{ids[record.id]}"
+    ids[name] = 1
     if name == record.id:
         return record
     tally.repaired["repeated id renamed"] += 1
-    return Record(name, record.messages, record.line, record.text)
+    return replace(record, id=name)
