@@ -1,6 +1,6 @@
 """What can be wrong: the closed set of finding codes, each with its severity and one line of meaning.
 
-`docs/findings.md` is `findings_page()`, held to it by a test. Codes are relied on by outside programs: add, never rename.
+`docs/findings.md` is `findings_page()`, held to it by a test. Outside programs rely on the codes: add, never rename.
 """
 
 from collections.abc import Iterable
@@ -143,8 +143,8 @@ def findings_page() -> str:
     head = [
         "# Findings",
         "",
-        "What `eyas check` and `eyas inspect` can find. Each finding has `code`, `severity`, `where`, `expected`, `found`,",
-        "`fix` and `message`. Codes are stable; the severity is the usual one, a milder or graver case says so itself.",
+        "What `eyas check` and `eyas inspect` can find. Each finding has `code`, `severity`, `where`, `expected`,",
+        "`found`, `fix` and `message`. Codes are stable; the severity is the usual one, and a case may be milder.",
         "",
         "| code | severity | meaning |",
         "|---|---|---|",
