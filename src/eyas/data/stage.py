@@ -1,0 +1,130 @@
+"""Begin, resume or skip a stage folder: one rule for all stages that work for longer than a kill takes to arrive.
+
+An unfinished folder holds `progress.json`: the settings and inputs it was begun under, what was decided at the start
+(precision), and the seconds spent so far. It is compared before anything is resumed, and removed after the manifest.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import InputError
+from eyas.run import (
+    JSON,
+    Manifest,
+    check_same,
+    hash_file,
+    is_complete,
+    manifest_hash,
+    read_manifest,
+    write_atomic,
+    write_manifest,
+)
+
+PROGRESS = "progress.json"
+
+
+@dataclass
+class Stage:
+    """A stage folder at work: `complete` is its manifest where nothing is left to do."""
+
+    folder: Path
+    name: str
+    settings: JSON
+    inputs: dict[str, Path]
+    complete: Manifest | None = None
+    decided: JSON = field(default_factory=dict)
+    seconds_before: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time over all resumptions, as far as it was saved."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def save(self, **decided: Any) -> None:
+        """Write progress.json; `decided` adds to what later resumptions must keep to."""
+        self.decided.update(decided)
+        hashes = {name: manifest_hash(path) for name, path in self.inputs.items()}
+        state = {"settings": self.settings, "inputs": hashes, "decided": self.decided, "seconds": self.seconds}
+        write_atomic(self.folder / PROGRESS, json.dumps(state) + "\n")
+
+    def finish(self, *, files: dict[str, str], facts: JSON) -> Manifest:
+        """Declare the folder complete."""
+        manifest = write_manifest(
+            self.folder,
+            self.name,
+            settings=self.settings,
+            inputs=self.inputs,
+            files=files,
+            facts=facts,
+            seconds=self.seconds,
+        )
+        (self.folder / PROGRESS).unlink(missing_ok=True)
+        return manifest
+
+
+def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Stage:
+    """Open `folder` for the stage `name`: new, resumed, or complete.
+
+    Raises InputError naming the field where it was begun under other settings or from other inputs.
+    """
+    settings = json.loads(json.dumps(settings))
+    stage = Stage(folder, name, settings, inputs)
+    if is_complete(folder):
+        manifest = read_manifest(folder, name)
+        _compare(stage, manifest.settings, manifest.inputs)
+        stage.complete = manifest
+        return stage
+    path = folder / PROGRESS
+    if path.is_file():
+        try:
+            state = json.loads(path.read_text())
+        except ValueError as error:
+            raise InputError(
+                wanted="a readable progress.json",
+                got=str(error),
+                where=str(path),
+                next=f"remove {folder} and run again",
+            ) from error
+        _compare(stage, state["settings"], state["inputs"])
+        stage.decided, stage.seconds_before = state["decided"], state["seconds"]
+        return stage
+    stage.save()
+    return stage
+
+
+def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:
+    advice = f"give another --out, or remove {stage.folder} to make it anew"
+    for key, value in _flat(stage.settings).items():
+        check_same(f"{stage.name}: {key}", value, _flat(settings).get(key), stage.folder, advice)
+    for name, path in stage.inputs.items():
+        check_same(f"the {name} it is made from", manifest_hash(path), inputs.get(name), stage.folder, advice)
+
+
+def _flat(settings: JSON, prefix: str = "") -> JSON:
+    found: JSON = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def check_file(folder: Path, name: str, manifest: Manifest) -> Path:
+    """A data file of a complete stage, its bytes compared with the manifest's checksum.
+
+    Raises InputError where it is missing, cut or changed.
+    """
+    path = folder / name
+    if not path.is_file() or hash_file(path) != manifest.files.get(name):
+        raise InputError(
+            wanted=f"{name} as the manifest describes it",
+            got="no such file" if not path.is_file() else f"other bytes ({path.stat().st_size} of them)",
+            where=str(path),
+            next=f"remove {folder} and run its stage ({manifest.stage}) again",
+        )
+    return path
