@@ -1,0 +1,118 @@
+"""The folder SGLang and vLLM both load: `config.json` and `model.safetensors`, refused whole or written whole.
+
+Tensor names come from `formats/names.py` (`midlayer.*` for one layer), keys from `formats/config_json.py`. Nothing is
+written where an engine asked for would serve another draft than the one given.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+
+from safetensors.torch import save
+
+from eyas.errors import InputError
+from eyas.export import sglang, vllm
+from eyas.formats.config_json import to_json
+from eyas.formats.draft_config import DraftConfig
+from eyas.formats.engines import parse_engine
+from eyas.formats.names import exported_names
+from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, load_draft
+from eyas.models.draft import Draft
+from eyas.recipe import ExportSettings
+from eyas.run import JSON, Manifest, disk_error, hash_file, is_complete, read_manifest, write_atomic, write_manifest
+
+CANNOT: dict[str, Callable[[DraftConfig], list[str]]] = {"sglang": sglang.cannot, "vllm": vllm.cannot}
+
+
+def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Manifest:
+    """Write the draft (a folder with config.json, or a training folder: its newest step) for `settings.engines`.
+
+    Raises InputError, with nothing written, where an engine cannot represent the draft or `out` holds something else.
+    """
+    started = time.monotonic()
+    draft, info = load_draft(draft_folder)
+    content = export_config(draft, info.model_dump(mode="json"), settings)
+    _check_free(out)
+    files = {WEIGHTS: save(exported_tensors(draft), metadata={"format": "pt"}), CONFIG: json.dumps(content, indent=1)}
+    temporary = _sibling(out)
+    try:
+        for name, data in files.items():
+            write_atomic(temporary / name, data)
+        manifest = write_manifest(
+            temporary,
+            "export",
+            settings=settings.model_dump(mode="json"),
+            inputs={"draft": draft_folder} if is_complete(draft_folder) else {},
+            files={name: hash_file(temporary / name) for name in files},
+            facts={"draft": str(draft_folder.absolute()), "target": info.target.model_dump(mode="json")},
+            seconds=time.monotonic() - started,
+        )
+        _swap(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
+
+
+def export_config(draft: Draft, eyas: JSON, settings: ExportSettings) -> JSON:
+    """config.json for the engines asked for. Raises InputError naming every option one of them cannot represent."""
+    reasons = [f"{engine}: {reason}" for engine in settings.engines for reason in CANNOT[engine](draft.config)]
+    if reasons:
+        able = [engine for engine in CANNOT if not CANNOT[engine](draft.config)]
+        raise InputError(
+            wanted=f"a draft that {' and '.join(settings.engines)} can serve as it was trained",
+            got="; ".join(reasons),
+            where="export",
+            next=f"--set export.engines={able}" if able else "train again without these options",
+        )
+    engines = [parse_engine(name) for name in settings.engines]
+    return to_json(
+        draft.config, eyas, dtype=str(draft.fc.weight.dtype).removeprefix("torch."), engines=engines, strict=True
+    )
+
+
+def exported_tensors(draft: Draft) -> JSON:
+    """Tensors under the names engines read; a tensor stored under two names is stored twice."""
+    tensors = draft_tensors(draft)
+    return {
+        name: tensors[canonical].detach().cpu().clone().contiguous()
+        for name, canonical in exported_names(draft.config).items()
+    }
+
+
+def _check_free(out: Path) -> None:
+    """Refuse to put an export over anything but an earlier export."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_complete(out)):
+        raise InputError(
+            wanted="an output folder that is new, empty or an earlier export",
+            got="something else",
+            where=str(out),
+            next="give another --out",
+        )
+    if is_complete(out):
+        read_manifest(out, "export")
+
+
+def _sibling(out: Path) -> Path:
+    """A hidden empty folder beside `out`, on the same disk, so that the swap is a rename."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise disk_error(out, error) from error
+    temporary.chmod(0o755)
+    return temporary
+
+
+def _swap(temporary: Path, out: Path) -> None:
+    """Put the finished folder in place of `out`; an earlier export is moved aside first and removed last."""
+    old = temporary.with_name(f"{temporary.name}.old")
+    try:
+        if out.exists():
+            out.replace(old)
+        temporary.replace(out)
+    except OSError as error:
+        raise disk_error(out, error) from error
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,31 @@
+"""What SGLang cannot serve of a draft. Source: SGLang 0.5.11 to 0.5.23 models/llama_eagle3.py, as read."""
+
+from eyas.formats.draft_config import DraftConfig
+from eyas.formats.engines import Engine, parse_engine
+
+
+def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
+    """Reasons why SGLang would serve something other than this draft; empty: it can."""
+    engine = engine or parse_engine("sglang")
+    reasons = [
+        (config.norm_before_residual, "norm_before_residual: it always takes the residual before the norm"),
+        (config.block == "qwen3", "block = qwen3: it has no draft class that norms queries and keys"),
+        (config.block == "mla", "block = mla: Eyas writes Llama and Qwen3 blocks only"),
+        (config.attention_bias, "attention_bias: it drops the biases of q, k and v in silence"),
+        (config.own_embedding, "own_embedding: it always puts the target's embedding in its place"),
+        (
+            config.taps_width == config.hidden_size,
+            "taps as wide as the draft (a single tap): it skips fc in silence",
+        ),
+        (config.sliding_window is not None, "sliding_window: the window is a server flag there, not the draft's"),
+        (
+            not engine.since("0.5.12") and (config.fc_norm or config.norm_output),
+            "fc_norm and norm_output: it knows them from 0.5.12",
+        ),
+        (
+            not engine.since("0.5.12") and config.num_hidden_layers > 1,
+            "several layers: before 0.5.12 it reads midlayer.* only",
+        ),
+        (not engine.since("0.5.17") and config.norm_before_fc, "norm_before_fc: it knows it from 0.5.17"),
+    ]
+    return [reason for true, reason in reasons if true]

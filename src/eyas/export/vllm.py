@@ -1,0 +1,16 @@
+"""What vLLM cannot serve of a draft. Source: vLLM 0.33 model_executor/models/llama_eagle3.py, as read."""
+
+from eyas.formats.draft_config import DraftConfig
+from eyas.formats.engines import Engine, parse_engine
+
+
+def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
+    """Reasons why vLLM would serve something other than this draft; empty: it can."""
+    engine = engine or parse_engine("vllm")
+    reasons = [
+        (config.fc_bias, "fc_bias: it drops fc.bias in silence"),
+        (config.block == "mla", "block = mla: Eyas writes Llama and Qwen3 blocks only"),
+        (config.block == "qwen3" and not engine.since("0.24"), "block = qwen3: 0.20 has no norms of queries and keys"),
+        (config.sliding_window is not None, "sliding_window: its draft attends to everything"),
+    ]
+    return [reason for true, reason in reasons if true]
