@@ -133,8 +133,10 @@ class TrainSettings(Section):
     """Start the head and layer from the target's head slice and last layer, or from noise."""
     seed: int = 0
     """Seed of initialisation and order."""
-    save_every: int = Field(default=200, ge=1)
-    """Optimiser steps between checkpoints."""
+    save_every: int = Field(default=50, ge=1)
+    """Optimiser steps between checkpoints; Ctrl-C saves at once."""
+    precision: Precision = "auto"
+    """Of the matrix products (weights and optimiser are float32); `auto` measures which is faster on this machine."""
 
 
 class EvaluateSettings(Section):
