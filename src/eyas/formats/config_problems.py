@@ -8,7 +8,7 @@ from typing import Any
 
 from eyas.formats.config_json import to_json
 from eyas.formats.draft_config import DraftConfig
-from eyas.formats.engines import parse_engine
+from eyas.formats.engines import parse_engine, releases
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, captures
 
@@ -66,7 +66,7 @@ def key_disagreements(raw: Config, config: DraftConfig) -> list[Problem]:
 
 def tap_disagreements(raw: Config, config: DraftConfig) -> list[Problem]:
     """Engines that would capture other boundaries than the eyas block names."""
-    keys, problems = TapKeys.of(raw), []
+    keys = TapKeys.of(raw)
     if keys.top is None and keys.nested is None:
         return [
             Problem(
@@ -78,20 +78,24 @@ def tap_disagreements(raw: Config, config: DraftConfig) -> list[Problem]:
                 severity="info",
             )
         ]
-    for name in ("sglang", "vllm", "vllm/v1"):
-        engine = parse_engine(name)
+    engines = [parse_engine("vllm"), parse_engine("vllm/v1"), *reversed(releases("sglang"))]
+    differing: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for engine in engines:
         found = captures(engine, keys, config.target_model_type, config.target_num_hidden_layers)
         if found.boundaries is not None and found.boundaries != config.boundaries:
-            problems.append(
-                Problem(
-                    "tap_offset",
-                    where=f"{engine}: layer ids",
-                    expected=f"boundaries {list(config.boundaries)}, as the eyas block says",
-                    found=f"{list(found.boundaries)} ({found.rule})",
-                    fix="export the draft again for this engine",
-                )
-            )
-    return problems
+            differing.setdefault((found.boundaries, found.rule), []).append(str(engine))
+    newest = {str(engines[0]), str(engines[1]), str(engines[2])}
+    return [
+        Problem(
+            "tap_offset",
+            where=f"{', '.join(readers)}: layer ids",
+            expected=f"boundaries {list(config.boundaries)}, as the eyas block says",
+            found=f"{list(boundaries)} ({rule})",
+            fix="export the draft again for this engine" if newest & set(readers) else "serve with a newer release",
+            severity="error" if newest & set(readers) else "info",
+        )
+        for (boundaries, rule), readers in differing.items()
+    ]
 
 
 def foreign_problems(raw: Config, name: str) -> list[Problem]:

@@ -1,0 +1,283 @@
+"""`eyas inspect PATH`: what a folder or file is, its taps in every dialect, its problems. Headers only, no torch.
+
+Findings are no failure: only a path that cannot be read is an InputError.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import InputError
+from eyas.formats.config_problems import layer_of
+from eyas.formats.engines import parse_engine
+from eyas.formats.headers import INDEX, WEIGHTS, TensorHeader, read_headers
+from eyas.formats.names import canonical_name
+from eyas.formats.problem import Problem
+from eyas.formats.read_config import DraftFile, is_draft, read_config
+from eyas.formats.taps import captures, default_boundaries
+from eyas.formats.tensor_list import check_layout, layout_of
+from eyas.run import JSON, MANIFEST, read_manifest, verify_files
+from eyas.wiring.findings import Finding, findings
+
+DIALECTS = {"sglang": "sglang", "vllm": "vllm/v2", "vllm_v1": "vllm/v1", "llamacpp": "llamacpp"}
+CONFIG = "config.json"
+
+
+def inspect_path(path: Path, verify: bool = False) -> JSON:
+    """What `path` is. Keys: `kind`, `path`, `findings`, and by kind those of docs/commands.md.
+
+    `verify` re-hashes a stage folder's data. Raises InputError for what cannot be read or is none of Eyas's business.
+    """
+    path = path.absolute()
+    try:
+        return _inspect(path, verify)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def _inspect(path: Path, verify: bool) -> JSON:
+    if path.is_dir():
+        return _folder(path, verify)
+    if not path.is_file():
+        raise _unreadable(path, "no such file or folder")
+    if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
+        return _tensor_list(path, read_headers(path), config=None)
+    if path.suffix == ".jsonl":
+        return _prompts(path)
+    if path.suffix != ".json":
+        raise _unreadable(path, f"a {path.suffix or 'suffixless'} file")
+    return _json_file(path, _read_json(path))
+
+
+def _unreadable(path: Path, got: str) -> InputError:
+    return InputError(
+        wanted="a stage folder, a draft or target folder, config.json, a safetensors file, a tensor list or JSONL",
+        got=got,
+        where=str(path),
+        next="eyas inspect RUN/export",
+    )
+
+
+def _read_json(path: Path) -> JSON:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, f"no readable JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise _unreadable(path, f"JSON that is a {type(raw).__name__}, not an object")
+    return raw
+
+
+# Folders ----------------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path, verify: bool) -> JSON:
+    if (path / MANIFEST).is_file():
+        return _stage(path, verify)
+    if (path / CONFIG).is_file():
+        return _model_folder(path)
+    if (path / WEIGHTS).is_file() or (path / INDEX).is_file():
+        return _tensor_list(path, read_headers(path), config=None)
+    found = sorted(item.parent.name for item in path.glob(f"*/{CONFIG}"))
+    got = f"a folder without {CONFIG}" + (f"; its sub-folders {', '.join(found)} have one" if found else "")
+    error = _unreadable(path, got)
+    error.next = f"eyas inspect {path / found[-1]}" if found else error.next
+    raise error
+
+
+def _stage(path: Path, verify: bool) -> JSON:
+    manifest = read_manifest(path)
+    result: JSON = {
+        "kind": manifest.stage,
+        "path": str(path),
+        "settings": manifest.settings,
+        "facts": manifest.facts,
+        "inputs": manifest.inputs,
+        "files": len(manifest.files),
+        "versions": manifest.versions,
+        "created": manifest.created,
+        "seconds": manifest.seconds,
+        "findings": [],
+    }
+    if (path / CONFIG).is_file():
+        result |= _model_folder(path) | {"stage": manifest.stage}
+    elif manifest.stage == "draft" and (step := _newest_step(path)) is not None:
+        result |= _model_folder(step) | {"stage": "draft", "path": str(path), "step": step.name}
+    if verify:
+        result["verified"] = not (broken := verify_files(path))
+        result["findings"] = result["findings"] + _dump([_corrupt(path, name) for name in broken], "")
+    return result
+
+
+def _newest_step(path: Path) -> Path | None:
+    steps = [step for step in path.glob("step-*") if (step / CONFIG).is_file() and step.name[5:].isdecimal()]
+    return max(steps, key=lambda step: int(step.name[5:]), default=None)
+
+
+def _corrupt(path: Path, name: str) -> Problem:
+    return Problem(
+        "data_corrupt",
+        where=str(path / name),
+        expected="the bytes that the manifest's checksum is of",
+        found="other bytes" if (path / name).is_file() else "no such file",
+        fix="make the stage again",
+    )
+
+
+def _model_folder(path: Path) -> JSON:
+    raw = _read_json(path / CONFIG)
+    weights = any((path / name).is_file() for name in (WEIGHTS, INDEX))
+    if not is_draft(raw):
+        return _target(path, raw)
+    return _draft(path, raw, read_headers(path) if weights else None)
+
+
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+def _json_file(path: Path, raw: JSON) -> JSON:
+    if isinstance(raw.get("tensors"), Mapping):
+        hint = raw.get("config_hint")
+        return _tensor_list(path, _listed(path, raw), config=hint if isinstance(hint, Mapping) else None)
+    if "stage" in raw and "settings" in raw:
+        return _folder(path.parent, verify=False)
+    return _draft(path, raw, None) if is_draft(raw) else _target(path, raw)
+
+
+def _listed(path: Path, raw: JSON) -> dict[str, TensorHeader]:
+    """A tensor list: {"tensors": {name: shape or null}, "dtypes": {"default": ..., name: ...}}."""
+    dtypes = raw.get("dtypes") if isinstance(raw.get("dtypes"), Mapping) else {}
+    headers = {}
+    for name, shape in raw["tensors"].items():
+        if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
+            raise _unreadable(path, f"a tensor list whose {name!r} has the shape {shape!r}")
+        dtype = dtypes.get(name, dtypes.get("default"))
+        headers[name] = TensorHeader(None if shape is None else tuple(shape), dtype, path.name)
+    return headers
+
+
+def _draft(path: Path, raw: JSON, headers: dict[str, TensorHeader] | None) -> JSON:
+    file = read_config(raw)
+    problems = list(file.problems)
+    if headers is not None:
+        problems += check_layout(headers, raw, file.config)
+    return {
+        "kind": "draft",
+        "path": str(path),
+        "format": file.format,
+        "architectures": raw.get("architectures"),
+        "boundaries": None if file.boundaries is None else list(file.boundaries),
+        "ids_ambiguous": file.ids_ambiguous,
+        "boundaries_source": file.boundaries_source,
+        "dialects": _dialects(file),
+        "target": file.target.model_dump(mode="json") if file.target else None,
+        "tensors": None if headers is None else _table(headers),
+        "findings": _dump(problems, path.name),
+    }
+
+
+def _dialects(file: DraftFile) -> JSON:
+    """What each reader would capture at its newest known release."""
+    table: JSON = {}
+    for key, name in DIALECTS.items():
+        if key == "sglang" and file.format == "speculators":
+            table[key] = {"captures": None, "rule": "SGLang does not read the speculators format"}
+            continue
+        found = captures(parse_engine(name), file.keys, file.target_type, file.target_layers)
+        boundaries = None if found.boundaries is None else list(found.boundaries)
+        table[key] = {"captures": boundaries, "rule": found.rule}
+    return table
+
+
+def _target(path: Path, raw: JSON) -> JSON:
+    """A model's own config.json (its text part, where it is multimodal)."""
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else raw
+    layers = text.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise _unreadable(path, "JSON that is neither a draft's nor a model's config.json")
+    return {
+        "kind": "target",
+        "path": str(path),
+        "architectures": raw.get("architectures"),
+        "model_type": text.get("model_type", raw.get("model_type")),
+        "num_hidden_layers": layers,
+        "hidden_size": text.get("hidden_size"),
+        "vocab_size": text.get("vocab_size"),
+        "boundaries": list(default_boundaries(layers)) if layers >= 7 else None,
+        "boundaries_source": "the default [2, n//2, n-3]" if layers >= 7 else "fewer than 7 layers: taps must be given",
+        "findings": [],
+    }
+
+
+def _tensor_list(path: Path, headers: dict[str, TensorHeader], config: Mapping[str, Any] | None) -> JSON:
+    problems = check_layout(headers, config or {}, None)
+    return {
+        "kind": "tensors",
+        "path": str(path),
+        "layout": layout_of(headers),
+        "config": None if config is None else dict(layer_of(config)),
+        "tensors": _table(headers),
+        "findings": _dump(problems, path.name),
+    }
+
+
+def _table(headers: dict[str, TensorHeader]) -> JSON:
+    return {
+        name: {
+            "canonical": canonical_name(name),
+            "shape": None if header.shape is None else list(header.shape),
+            "dtype": header.dtype,
+        }
+        for name, header in headers.items()
+    }
+
+
+def _dump(problems: list[Problem], where: str) -> list[JSON]:
+    return [_as_json(found) for found in findings(problems, where)]
+
+
+def _as_json(found: Finding) -> JSON:
+    return found.model_dump(mode="json")
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------
+
+
+def _prompts(path: Path) -> JSON:
+    """Counts of a JSONL file: which keys its records have and which lines are no JSON objects."""
+    counts: dict[str, int] = {}
+    records, broken = 0, []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                broken.append(number)
+                continue
+            records += 1
+            for key in record:
+                counts[key] = counts.get(key, 0) + 1
+    return {
+        "kind": "prompts" if {"messages", "conversations", "prompt"} & counts.keys() else "jsonl",
+        "path": str(path),
+        "records": records,
+        "keys": counts,
+        "broken_lines": broken[:20],
+        "findings": _dump([_broken_lines(broken)] if broken else [], path.name),
+    }
+
+
+def _broken_lines(numbers: list[int]) -> Problem:
+    return Problem(
+        "data_corrupt",
+        where=f"line {numbers[0]}",
+        expected="one JSON object a line",
+        found=f"{len(numbers)} lines that are not",
+        fix="eyas prompts skips and counts them; --on-error stop names the first",
+        severity="warning",
+    )
