@@ -43,12 +43,13 @@ def block_of(names: Mapping[str, Any]) -> str:
     return "qwen3" if any(".q_norm." in name for name in names) else "llama"
 
 
-def layout_of(headers: Headers) -> dict[str, Any]:
+def layout_of(headers: Headers, raw: Mapping[str, Any]) -> dict[str, Any]:
     """How names are spelt, which block they make, and how many layers."""
     names = {canonical_name(name): None for name in headers}
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     shapes = {canonical_name(name): header.shape for name, header in headers.items()}
-    width, fan_in = _size(shapes, "norm.weight", 0), _size(shapes, "fc.weight", 1)
+    width = _int(raw.get("target_hidden_size")) or _size(shapes, "norm.weight", 0)
+    fan_in = _size(shapes, "fc.weight", 1)
     return {
         "spelling": spelling_of(headers),
         "block": block_of(names),

@@ -215,7 +215,7 @@ def _tensor_list(path: Path, headers: dict[str, TensorHeader], config: Mapping[s
     return {
         "kind": "tensors",
         "path": str(path),
-        "layout": layout_of(headers),
+        "layout": layout_of(headers, config or {}),
         "config": None if config is None else dict(layer_of(config)),
         "tensors": _table(headers),
         "findings": _dump(problems, path.name),
