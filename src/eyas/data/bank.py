@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from itertools import islice
 from random import Random
 from typing import Literal, TypeVar
 
@@ -42,7 +43,7 @@ KINDS = {
 """Kind of topic to the slots that one of its topics fills."""
 
 FOLLOW_UP_SHARE = 0.1
-"""Share of a family's prompts that get a second user turn, where the family has follow-ups (half of them do)."""
+"""Share of a family's prompts that get a second user turn where the family has follow-ups: about 5% of all prompts."""
 MISSES = 200
 """A family that deals so many known prompts in a row is used up."""
 SLOT = re.compile(r"\{([a-z]+|\d+-\d+)\}")
@@ -145,9 +146,9 @@ def iter_prompts(seed: int, split: Split, bank: Bank | None = None) -> Iterator[
                 yield prompt
 
 
-def generate(count: int, seed: int, split: Split) -> list[BankPrompt]:
+def generate(count: int, seed: int, split: Split, bank: Bank | None = None) -> list[BankPrompt]:
     """The first `count` prompts of `iter_prompts`. Raises InputError where the bank has fewer, saying how many."""
-    prompts = [prompt for prompt, _ in zip(iter_prompts(seed, split), range(count), strict=False)]
+    prompts = list(islice(iter_prompts(seed, split, bank), count))
     if len(prompts) < count:
         raise InputError(
             wanted=f"{count:,} distinct {split} prompts",
@@ -188,7 +189,7 @@ class _Dealer:
         return text[0].upper() + text[1:]
 
     def _fill(self, text: str, chosen: dict[str, str]) -> str:
-        """Slots replaced, also those inside a value; a named slot keeps its value within one prompt, a range does not."""
+        """Slots replaced, also inside values; within a prompt a named slot keeps its value, a range does not."""
 
         def value(match: re.Match[str]) -> str:
             name = match[1]
