@@ -67,7 +67,8 @@ def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows) -> list[Ten
     Prompt rows take part in step 0 with their keys and values only.
     """
     attention = TTTAttention(rows, draft.config.sliding_window)
-    following_T = torch.cat([ids_T[1:], ids_T[-1:]])  # what follows a document's last row is never attended to
+    # What follows a document's last row is never attended to. A single document's ids may go on beyond its taps.
+    following_T = torch.cat([ids_T[1:], ids_T[-1:]])[: len(taps_TA)]
     state = draft.fuse(taps_TA[None])
     hidden = draft(following_T[None], state, draft.rope(rows.positions_T[None]), attention, rows=rows.index[0])
     unrolled = [hidden[0]]

@@ -1,0 +1,234 @@
+"""`eyas evaluate`: how much of a draft the target would accept, from captures alone.
+
+A drafted token is a *hit* when it is the target's full-vocabulary argmax. Step s of row t drafts token t + 2 + s from
+the true tokens up to t + 1 + s: for as long as every earlier step was a hit that is the chain a server drafts, so the
+joint prefix of hits is the number of tokens it would accept (a product of per-step accuracies is not).
+
+Over *rows*, step s counts the rows of which tokens t + 1 .. t + 2 + s belong to the answer. The *walk* takes the rounds
+that the engine takes on greedy answers: a round starts at the last emitted token (the first at the answer's first,
+which the prefill emits and no round counts), gains accepted + 1 tokens, and ends when the answer's last token is out.
+Acceptance is counted before the stop token or the length limit cuts the round, so the last round may accept tokens
+beyond the answer; what the target says there is asked of the target, for the few samples whose chain gets so far.
+
+Shapes: T a sample's rows, A width of the taps, R its rounds' possible rows, S steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.data.shards import CaptureReader, Sample
+from eyas.errors import InputError
+from eyas.models.checkpoint import load_draft
+from eyas.models.draft import Draft
+from eyas.models.target import Target, load_target
+from eyas.models.vocab import target_ids
+from eyas.progress import Progress
+from eyas.recipe import EvaluateSettings, TargetSettings
+from eyas.run import read_manifest
+from eyas.training.inputs import check_draft, check_identity
+from eyas.training.loss import unroll
+from eyas.training.rows import Rows
+from eyas.training.teacher import Teacher
+
+Continue = Callable[[list[int], int], list[int]]
+"""(ids, how many): the target's own greedy continuation."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The drafts from every row of one sample at which a round may start: `first` .. the last but one answer token."""
+
+    first: int
+    hits_RS: Tensor
+    """Whether the drafted token is the target's argmax."""
+    onward_RS: Tensor
+    """Whether, after it, the true path goes on as the target's argmax (always, on greedy answers)."""
+    known_RS: Tensor
+    """Whether the target's argmax is known there: beyond the answer it is once the target was asked."""
+    inside_RS: Tensor
+    """Whether the drafted token is one of the answer's: what the means over rows count."""
+
+    def joint(self) -> Tensor:
+        """Whether this and every earlier step of the row is a hit on the true path, [R, S]."""
+        clear_RS = torch.cat([torch.ones_like(self.onward_RS[:, :1]), self.onward_RS[:, :-1]], dim=1)
+        return (self.hits_RS & clear_RS).int().cumprod(dim=1).bool()
+
+
+@torch.no_grad()
+def chains(
+    draft: Draft, sample: Sample, argmax_T: Tensor, steps: int, beyond: list[int] | None = None
+) -> Chains | None:
+    """Draft `steps` tokens from every possible row of `sample`; None where no round can start.
+
+    `argmax_T` [T] is the target's prediction after each row; `beyond`, where the target was asked, what follows the
+    token after the answer.
+    """
+    answer = sample.loss_mask_T.bool().nonzero()[:, 0]
+    ids, length = sample.ids_T.to(torch.int64), len(sample.ids_T)
+    if len(answer) < 2:
+        return None
+    assert int(answer[-1] - answer[0]) == len(answer) - 1 and int(answer[-1]) == length - 1, "one answer, at the end"
+    rows_R = torch.arange(int(answer[0]) - 1, length - 2)
+    rows_R = rows_R[rows_R >= 0]
+    after = [int(argmax_T[-1]), *(beyond or [])]
+    following = torch.tensor(after + [0] * steps)
+    path = torch.cat([ids, following])
+    truth = torch.cat([argmax_T, following[1:]])
+    at_RS = rows_R[:, None] + 1 + torch.arange(steps)
+    rows = Rows((0, length), torch.arange(length), (rows_R,) * steps, (torch.arange(len(rows_R)),) * steps)
+    hidden = unroll(draft, sample.taps_TA.float(), path, rows)
+    drafted_RS = torch.stack([draft.target_ids(draft.logits(states).argmax(-1)) for states in hidden], dim=1)
+    known_RS = at_RS < length + len(after) - 1
+    hits_RS = (drafted_RS == truth[at_RS]) & known_RS
+    return Chains(
+        first=int(rows_R[0]),
+        hits_RS=hits_RS,
+        onward_RS=truth[at_RS] == path[at_RS + 1],
+        known_RS=known_RS,
+        inside_RS=at_RS + 1 < length,
+    )
+
+
+def walk(found: Chains, steps: int) -> list[int] | None:
+    """Accepted tokens of each round with chains of `steps`; None where a chain outran what is known."""
+    accepted_R = found.joint()[:, :steps].sum(dim=1).tolist()
+    known_R = found.known_RS[:, :steps].sum(dim=1).tolist()
+    rounds: list[int] = []
+    row = 0
+    while row < len(accepted_R):
+        if accepted_R[row] == known_R[row] < steps:
+            return None
+        rounds.append(accepted_R[row])
+        row += accepted_R[row] + 1
+    return rounds
+
+
+@torch.no_grad()
+def continuation(target: Target, ids: list[int], count: int) -> list[int]:
+    """`count` tokens that the target itself would go on with."""
+    ids = list(ids)
+    for _ in range(count):
+        states = target.backbone(input_ids=torch.tensor([ids], device=target.model.device)).last_hidden_state
+        ids.append(int(target.logits(states[:, -1:]).float().argmax()))
+    return ids[len(ids) - count :]
+
+
+class Tally:
+    """Sums over samples, and the figures made of them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.samples = self.tokens = self.off_path = 0
+        self.rows, self.hits, self.joint, self.eligible = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
+        self.rounds: list[list[int]] = [[] for _ in range(steps)]
+
+    def add(self, sample: Sample, found: Chains | None, rounds: list[list[int]]) -> None:
+        """Add one sample: its chains, and its rounds for chains of 1..steps."""
+        self.samples += 1
+        self.tokens += int(sample.loss_mask_T.sum())
+        if found is None:
+            return
+        joint, inside = found.joint() & found.inside_RS, found.inside_RS
+        before = torch.cat([torch.ones_like(joint[:, :1]), joint[:, :-1]], dim=1)
+        self.rows += inside.sum(0)
+        self.hits += (found.hits_RS & inside).sum(0)
+        self.joint += joint.sum(0)
+        self.eligible += (before & inside).sum(0)
+        self.off_path += int((~found.onward_RS[:, 0]).sum())
+        for all_rounds, some in zip(self.rounds, rounds, strict=True):
+            all_rounds.extend(some)
+
+    def result(self, greedy: bool) -> dict[str, Any]:
+        """The figures of docs/commands.md."""
+        survival = _shares(self.joint, self.rows)
+        longest = self.rounds[-1]
+        return {
+            "accuracy": _shares(self.hits, self.rows),
+            "conditional_acceptance": _shares(self.joint, self.eligible),
+            "survival": survival,
+            "accept_length": round(1 + sum(survival), 6),
+            "accept_length_walk": _accept_length(longest),
+            "walk_by_steps": [_accept_length(rounds) for rounds in self.rounds],
+            "walk_survival": [
+                round(sum(accepted > step for accepted in longest) / max(1, len(longest)), 6)
+                for step in range(self.steps)
+            ],
+            "walk_exact": greedy and self.off_path == 0,
+            "off_path": self.off_path,
+            "rounds": len(longest),
+            "rows": int(self.rows[0]),
+            "samples": self.samples,
+            "steps": self.steps,
+            "tokens": self.tokens,
+        }
+
+
+def _shares(part: Tensor, whole: Tensor) -> list[float]:
+    return [round(value, 6) for value in (part / whole.clamp(min=1)).tolist()]
+
+
+def _accept_length(rounds: list[int]) -> float | None:
+    return 1 + sum(rounds) / len(rounds) if rounds else None
+
+
+def evaluate(
+    draft: Path,
+    captures: Path,
+    settings: EvaluateSettings | None = None,
+    target: TargetSettings | None = None,
+    split: str = "heldout",
+) -> dict[str, Any]:
+    """Acceptance of `draft` on the `split` samples of `captures`, without an engine.
+
+    Per step `accuracy` (hits), `conditional_acceptance` (hits where every earlier step hit), `survival` (joint
+    prefixes); `accept_length` = 1 + sum of survival, over rows; `accept_length_walk`, over the engine's rounds
+    (`walk_exact` false, and so an estimate, on sampled answers and where the answer left the target's argmax, as often
+    as `off_path` says); `walk_by_steps`, the same for chains of 1, 2, ...; counts. Raises InputError for captures of
+    another target, boundaries, tokenizer or template, and for a split without samples.
+    """
+    settings, named = settings or EvaluateSettings(), target or TargetSettings()
+    manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
+    loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
+    module, info = load_draft(draft, loaded.embedding, torch.float32)
+    check_draft(info, reader, manifest.facts, captures)
+    check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
+    chosen = [index for index, sample in enumerate(reader.samples) if sample.split == split]
+    if not chosen:
+        raise InputError(
+            wanted=f"captured samples of the {split} split",
+            got=f"none among {len(reader.samples)}",
+            where=str(captures),
+            next="--split train, or make prompts with prompts.heldout of at least 1",
+        )
+    teacher = Teacher(loaded, target_ids(module.d2t), reader.last_hidden_norm)
+    tally = Tally(settings.steps)
+    with Progress("evaluate", len(chosen), "samples") as bar:
+        for index in chosen:
+            add_sample(tally, module, reader.read(index), teacher)
+            bar.advance(1)
+    return {"split": split, **tally.result(reader.greedy)}
+
+
+def add_sample(tally: Tally, draft: Draft, sample: Sample, teacher: Teacher) -> None:
+    """Chains and rounds of one sample; the target is asked beyond the answer only where a chain gets there."""
+    steps, target = tally.steps, teacher.target
+    with torch.no_grad():
+        argmax_T = teacher.argmax(sample.last_hidden_TH)
+    found = chains(draft, sample, argmax_T, steps)
+    if found is None:
+        tally.add(sample, None, [])
+        return
+    rounds = [walk(found, depth) for depth in range(1, steps + 1)]
+    if any(some is None for some in rounds):
+        beyond = continuation(target, [*sample.ids_T.tolist(), int(argmax_T[-1])], steps)
+        asked = chains(draft, sample, argmax_T, steps, beyond)
+        assert asked is not None, "the same sample"
+        found, rounds = asked, [walk(asked, depth) for depth in range(1, steps + 1)]
+    complete = [some for some in rounds if some is not None]
+    assert len(complete) == steps, "the target was asked far enough"
+    tally.add(sample, found, complete)

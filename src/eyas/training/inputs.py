@@ -1,0 +1,48 @@
+"""Whether captures belong to a target, and to a draft: refused by the name of the first field that differs."""
+
+from pathlib import Path
+from typing import Any
+
+from eyas.data.shards import CaptureReader
+from eyas.errors import InputError
+from eyas.formats.draft_config import TargetIdentity
+from eyas.models.checkpoint import DraftInfo
+from eyas.models.target import Target
+from eyas.run import Manifest, check_same
+
+IDENTITY = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "weights_hash")
+
+
+def check_identity(wanted: TargetIdentity, got: TargetIdentity, where: Path, next: str) -> None:
+    """Raise InputError at the first field in which two targets differ (names may differ: weights decide)."""
+    for name in IDENTITY:
+        check_same(f"the target's {name}", getattr(wanted, name), getattr(got, name), where, next)
+
+
+def check_captures(manifest: Manifest, reader: CaptureReader, target: Target, where: Path) -> None:
+    """Raise InputError unless `reader`'s states are this target's, of its tokenizer, and hold a train sample."""
+    advice = "capture again with this target, or give the target of the captures (eyas inspect CAPTURES names it)"
+    facts = manifest.facts
+    check_identity(target.identity, TargetIdentity.model_validate(facts["target"]), where, advice)
+    check_same("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], where, advice)
+    check_same("template_hash", target.template_hash, facts["template_hash"], where, advice)
+    if not any(sample.split == "train" for sample in reader.samples):
+        raise InputError(
+            wanted="captured samples of the train split",
+            got=f"{len(reader.samples)} samples, none of them train",
+            where=str(where),
+            next="make prompts with prompts.train of at least 1",
+        )
+    first = reader.read(0)
+    width = len(reader.boundaries) * target.hidden_size
+    check_same("the width of the taps", width, first.taps_TA.shape[1], where, advice)
+    check_same("the width of the last hidden", target.hidden_size, first.last_hidden_TH.shape[1], where, advice)
+
+
+def check_draft(info: DraftInfo, reader: CaptureReader, facts: dict[str, Any], where: Path) -> None:
+    """Raise InputError unless a draft belongs to these captures."""
+    advice = "give the captures of the draft's own target (eyas inspect DRAFT names it)"
+    check_identity(info.target, TargetIdentity.model_validate(facts["target"]), where, advice)
+    check_same("the draft's boundaries", list(info.draft.boundaries), list(reader.boundaries), where, advice)
+    check_same("tokenizer_hash", info.tokenizer_hash, facts["tokenizer_hash"], where, advice)
+    check_same("template_hash", info.template_hash, facts["template_hash"], where, advice)

@@ -1,0 +1,302 @@
+"""`eyas train`: captures in, a draft out.
+
+The run is planned from sample lengths alone (which samples in which step), so a checkpoint's step number is the whole
+cursor: a run that was killed goes on to the same weights, bit for bit on a CPU.
+"""
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.data.shards import CaptureReader
+from eyas.data.stage import Stage, begin
+from eyas.errors import InputError
+from eyas.models.checkpoint import DraftInfo, load_draft, make_info
+from eyas.models.draft import Draft
+from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
+from eyas.models.vocab import coverage, draft_ids, target_ids
+from eyas.progress import Progress, say
+from eyas.recipe import DraftSettings, TargetSettings, TrainSettings
+from eyas.run import Manifest, disk_error, hash_file, read_manifest, write_atomic
+from eyas.training.batches import Batches, order, pack
+from eyas.training.initialise import count_tokens, draft_config, new_draft
+from eyas.training.inputs import check_captures
+from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
+from eyas.training.teacher import Teacher
+from eyas.training.trainer_state import restore, save_step, step_folders, trained
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass
+class Trainer:
+    """One run: what is trained, on what, and how far it is."""
+
+    draft: Draft
+    info: DraftInfo
+    optimiser: torch.optim.Optimizer
+    teacher: Teacher
+    batches: Batches
+    plan: list[list[list[int]]]
+    """Optimiser steps, each of packed batches, each of sample indices."""
+    lengths: list[int]
+    settings: TrainSettings
+    dtype: torch.dtype
+    step: int = 0
+    tokens: int = 0
+    draft_of_V: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draft_of_V = draft_ids(self.draft.t2d)
+
+    def advance(self) -> dict[str, Any]:
+        """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""
+        settings, device = self.settings, self.draft.fc.weight.device
+        batches = [self.batches.load(indices, device) for indices in self.plan[self.step]]
+        weights = row_weights(batches, self.draft.t2d, settings)
+        rate = learning_rate(self.step, len(self.plan), settings)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        total, sums = 0.0, None
+        for batch in batches:
+            loss, added = ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype)
+            if not math.isfinite(loss.item()):
+                raise not_finite("loss", loss.item(), batch, self.step)
+            loss.backward()
+            total += loss.item()
+            sums = added if sums is None else sums + added
+        assert sums is not None, "a step has a batch"
+        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.draft).values()), settings.clip_norm)
+        if not math.isfinite(norm.item()):
+            raise not_finite("gradient norm", norm.item(), batches[-1], self.step)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        tokens = sum(self.lengths[index] for indices in self.plan[self.step - 1] for index in indices)
+        self.tokens += tokens
+        return metrics(self.step, self.tokens, total, sums, rate, norm.item())
+
+
+def train(
+    captures: Path,
+    out: Path,
+    settings: TrainSettings | None = None,
+    draft: DraftSettings | None = None,
+    target: TargetSettings | None = None,
+) -> Manifest:
+    """Train a draft on `captures` into `out/step-N`, resuming what is there.
+
+    Raises InputError for captures of another target, tokenizer or shape, an empty mask, an `out` made under other
+    settings, a loss that is not finite (the samples are named, the last checkpoint is kept), or a full disk.
+    """
+    settings, shape, named = settings or TrainSettings(), draft or DraftSettings(), target or TargetSettings()
+    recorded = {part: model.model_dump(mode="json") for part, model in (("train", settings), ("draft", shape))}
+    stage = begin(out, "draft", {**recorded, "target": named.model_dump(mode="json")}, {"captures": captures})
+    if stage.complete is not None:
+        return stage.complete
+    manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
+    loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
+    check_captures(manifest, reader, loaded, where=captures)
+    chosen = [index for index, sample in enumerate(reader.samples) if sample.split == "train"]
+    counts_V = count_tokens(reader, chosen, settings.loss_on, loaded.vocab_size)
+    if "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
+        stage.save(precision=precision(settings))
+    dtype = DTYPES[stage.decided["precision"]]
+    trainer = prepare(out, loaded, reader, chosen, counts_V, settings, shape, dtype)
+    last = run(trainer, stage)
+    facts = {
+        "draft": last.name,
+        "target": loaded.identity.model_dump(mode="json"),
+        "tokenizer_hash": loaded.tokenizer_hash,
+        "template_hash": loaded.template_hash,
+        "vocabulary_coverage": round(coverage(counts_V, trainer.draft.t2d.cpu()), 6),
+        "tokens": trainer.tokens,
+        "steps": trainer.step,
+        "precision": stage.decided["precision"],
+    }
+    files = {str(path.relative_to(out)): hash_file(path) for path in (*sorted(last.iterdir()), out / METRICS)}
+    return stage.finish(files=files, facts=facts)
+
+
+def prepare(
+    out: Path,
+    target: Target,
+    reader: CaptureReader,
+    chosen: list[int],
+    counts_V: Tensor,
+    settings: TrainSettings,
+    shape: DraftSettings,
+    dtype: torch.dtype,
+) -> Trainer:
+    """A trainer at the newest checkpoint in `out`, or at its start."""
+    folder = next(reversed(step_folders(out)), None)
+    if folder is not None:
+        draft, info = load_draft(folder, target.embedding)
+        draft.train().requires_grad_(True)
+        draft.embed_tokens.weight.requires_grad_(info.draft.own_embedding)
+    else:
+        config = draft_config(target, reader.boundaries, shape)
+        draft = new_draft(target, config, counts_V, settings.initialise, settings.seed).train()
+        info = make_info(
+            draft,
+            target.identity,
+            tokenizer_hash=target.tokenizer_hash,
+            template_hash=target.template_hash,
+            ttt_length=settings.ttt_length,
+            loss_on=settings.loss_on,
+            last_hidden_norm=reader.last_hidden_norm,
+        )
+    teacher = Teacher(target, target_ids(draft.d2t), reader.last_hidden_norm)
+    batches = Batches(
+        reader, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=out / "argmax.int32"
+    )
+    lengths = [sample.length for sample in reader.samples]
+    trained_on = [chosen[index] for index in order(len(chosen), settings.epochs, settings.seed)]
+    packed = pack(trained_on, lengths, settings.batch_tokens)
+    plan = [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
+    trainer = Trainer(draft, info, make_optimiser(draft, settings), teacher, batches, plan, lengths, settings, dtype)
+    if folder is not None:
+        trainer.step, trainer.tokens = restore(folder, draft, trainer.optimiser)
+        say(f"train: resuming at step {trainer.step} of {len(plan)}")
+    return trainer
+
+
+def run(trainer: Trainer, stage: Stage) -> Path:
+    """Every step that is left, checkpoints among them; the last checkpoint's folder."""
+    out, steps = stage.folder, len(trainer.plan)
+    keep_lines(out / METRICS, trainer.step)
+    total = sum(trainer.lengths[index] for step in trainer.plan for indices in step for index in indices)
+
+    def save() -> Path:
+        stage.save()  # the seconds so far
+        return save_step(out, trainer.draft, trainer.info, trainer.optimiser, trainer.step, trainer.tokens)
+
+    with Progress("train", total, "tokens", done=trainer.tokens) as bar, stop_requested() as stop:
+        while trainer.step < steps:
+            before = trainer.tokens
+            line = trainer.advance()
+            bar.advance(trainer.tokens - before, note=note(line))
+            append_line(out / METRICS, {**line, "tokens_per_s": round(bar.rate, 1)})
+            if trainer.step == steps:
+                break
+            if stop.is_set() or trainer.step % trainer.settings.save_every == 0:
+                save()
+            if stop.is_set():
+                raise KeyboardInterrupt(f"stopped at step {trainer.step}; the same command resumes there")
+    return save()
+
+
+def make_optimiser(draft: Draft, settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW; decay on matrices only. `fused`: one pass over the parameters in place of one a tensor and operation."""
+    parameters = list(trained(draft).values())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:
+    """Linear warm-up over `warmup` of the steps, then a cosine down to `final_learning_rate` of the peak."""
+    warm = max(1, round(settings.warmup * steps))
+    if step < warm:
+        return settings.learning_rate * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    floor = settings.final_learning_rate
+    return settings.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def row_weights(batches: list[Batch], t2d: Tensor, settings: TrainSettings) -> list[float]:
+    """What one row of each TTT step weighs: step_decay ** s over the rows of the whole optimiser step, counted over all
+    its batches before anything is divided: the rows in the loss at that step (`supervised`), or all rows (`all`)."""
+    kept = torch.stack(
+        [torch.stack([rows.sum() for rows in in_vocabulary(b.rows, b.argmax_T, t2d)]) for b in batches]
+    ).sum(0)
+    total = sum(batch.ids_T.numel() for batch in batches)
+    by = [total if settings.denominator == "all" else max(1, count) for count in kept.tolist()]
+    return [settings.step_decay**step / count for step, count in enumerate(by)]
+
+
+def precision(settings: TrainSettings) -> str:
+    """The dtype of the matrix products; weights, sums and the optimiser are float32 always."""
+    wanted = settings.precision
+    return wanted if wanted != "auto" else next(name for name, dtype in DTYPES.items() if dtype == fastest_dtype(256))
+
+
+def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "tokens": tokens,
+        "loss": round(loss, 5),
+        "loss_per_step": [round(value, 5) for value in sums.mean_loss()],
+        "accuracy": [round(value, 5) for value in sums.accuracy()],
+        "rows": [int(value) for value in sums.rows],
+        "learning_rate": rate,
+        "gradient_norm": round(norm, 4),
+    }
+
+
+def note(line: dict[str, Any]) -> str:
+    accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
+    return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}"
+
+
+def not_finite(what: str, value: float, batch: Batch, step: int) -> InputError:
+    bad = [
+        name
+        for name, first, last in zip(batch.samples, batch.rows.starts, batch.rows.starts[1:], strict=False)
+        if not bool(batch.taps_TA[first:last].isfinite().all() & batch.last_hidden_TH[first:last].isfinite().all())
+    ]
+    return InputError(
+        wanted=f"a finite {what} at step {step + 1}",
+        got=f"{value}"
+        + (f"; states that are not finite in: {', '.join(bad)}" if bad else f"; samples: {', '.join(batch.samples)}"),
+        where="captures" if bad else "train",
+        next="capture those samples again" if bad else "--set train.learning_rate lower; the last checkpoint is kept",
+    )
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def keep_lines(path: Path, step: int) -> None:
+    """Drop lines of steps that a resume computes again, and a line cut by a kill."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    write_atomic(path, "".join(lines[:step]))
+
+
+@contextmanager
+def stop_requested() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets, so that the step in work is finished and saved; the second interrupts."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        say("train: finishing this step and saving it")
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,100 @@
+"""Checkpoints of training: `step-N/` with the draft, and beside it all that a bit-exact resume needs.
+
+A step folder is written under another name and renamed: it exists, so it is whole. Only the newest two are kept.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.models.checkpoint import CONFIG, DraftInfo, save_draft, step_number
+from eyas.models.draft import Draft
+from eyas.run import disk_error, write_atomic
+
+STATE, TRAINER = "trainer_state.safetensors", "trainer.json"
+KEPT = 2
+
+
+def save_step(
+    out: Path, draft: Draft, info: DraftInfo, optimiser: torch.optim.Optimizer, step: int, tokens: int
+) -> Path:
+    """Write `step-N/` whole or not at all, then drop older ones. Raises InputError on a full disk."""
+    final = out / f"step-{step}"
+    partial = out / f".step-{step}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_draft(partial, draft, info)
+        write_atomic(partial / STATE, save(_optimiser_tensors(draft, optimiser)))
+        write_atomic(partial / TRAINER, json.dumps({"step": step, "tokens": tokens}) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except OSError as error:
+        raise disk_error(final, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for folder in step_folders(out)[:-KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+    return final
+
+
+def step_folders(out: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted((path for path in out.glob("step-*") if (path / CONFIG).is_file()), key=step_number)
+
+
+def restore(folder: Path, draft: Draft, optimiser: torch.optim.Optimizer) -> tuple[int, int]:
+    """Put the optimiser's moments and the random state back; returns steps and tokens done.
+
+    The draft's weights come from load_draft. Raises InputError for a checkpoint that is not whole.
+    """
+    path = folder / STATE
+    try:
+        done = json.loads((folder / TRAINER).read_text())
+        tensors = load_file(path)
+        step, tokens = int(done["step"]), int(done["tokens"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise _broken(path, str(error)) from error
+    if missing := sorted(_optimiser_names(draft) - tensors.keys()):
+        raise _broken(path, f"missing {', '.join(missing[:3])}")
+    torch.set_rng_state(tensors["rng"])
+    for name, parameter in trained(draft).items():
+        device = parameter.device
+        optimiser.state[parameter] = {
+            "step": tensors[f"step.{name}"],
+            "exp_avg": tensors[f"exp_avg.{name}"].to(device),
+            "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
+        }
+    return step, tokens
+
+
+def trained(draft: Draft) -> dict[str, Tensor]:
+    """The parameters that training moves, by name."""
+    return {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+
+
+def _optimiser_tensors(draft: Draft, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {
+        f"{key}.{name}": value.detach().cpu().contiguous()
+        for name, parameter in trained(draft).items()
+        for key, value in optimiser.state[parameter].items()
+    }
+    return tensors | {"rng": torch.get_rng_state()}
+
+
+def _optimiser_names(draft: Draft) -> set[str]:
+    return {f"{key}.{name}" for name in trained(draft) for key in ("step", "exp_avg", "exp_avg_sq")} | {"rng"}
+
+
+def _broken(path: Path, got: str) -> InputError:
+    return InputError(
+        wanted="a whole checkpoint",
+        got=got,
+        where=str(path),
+        next=f"remove {path.parent} and run the same command again: it resumes from the one before",
+    )

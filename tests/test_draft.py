@@ -1,0 +1,135 @@
+"""The draft module: what is trained is what is served, and the folder it lives in."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eyas.errors import InputError
+from eyas.formats.draft_config import TargetIdentity
+from eyas.models.checkpoint import draft_tensors, load_draft, make_info, save_draft
+from eyas.models.draft import Draft
+from eyas.wiring.parity import ttt_equals_incremental
+from test_loss import CONFIG, DRAFT_VOCAB, HIDDEN, OPTIONS, VOCAB, make_draft
+
+TARGET = TargetIdentity(
+    name="tiny", weights_hash="0", model_type="llama", num_hidden_layers=4, hidden_size=HIDDEN, vocab_size=VOCAB
+)
+
+
+def save(folder: Path, draft: Draft) -> Path:
+    save_draft(folder, draft, make_info(draft, TARGET, tokenizer_hash="a", template_hash="b", ttt_length=3))
+    return folder
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"num_hidden_layers": 2}], ids=lambda o: "-".join(o) or "plain")
+def test_the_training_forward_equals_decoding_with_a_cache(options: dict[str, object]) -> None:
+    taps_TA = torch.randn(20, 2 * HIDDEN)
+    assert ttt_equals_incremental(make_draft(**options), taps_TA, torch.randint(0, VOCAB, (20,)), steps=4) < 1e-5
+
+
+def test_parity_sees_a_sliding_window() -> None:
+    draft = make_draft(sliding_window=6)
+    taps_TA, ids_T = torch.randn(20, 2 * HIDDEN), torch.randint(0, VOCAB, (20,))
+    assert ttt_equals_incremental(draft, taps_TA, ids_T) < 1e-5
+
+
+def test_chosen_rows_get_what_all_rows_get() -> None:
+    draft = make_draft()
+    ids, state, rope = torch.randint(0, VOCAB, (1, 5)), torch.randn(1, 5, HIDDEN), torch.arange(5)[None]
+    seen: list[tuple[int, int]] = []
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        seen.append((query.shape[2], key.shape[2]))
+        return query
+
+    every = draft(ids, state, draft.rope(rope), attend)
+    some = draft(ids, state, draft.rope(rope), attend, rows=torch.tensor([1, 4]))
+    torch.testing.assert_close(some, every[:, [1, 4]])
+    assert seen == [(5, 5), (2, 5)]
+
+
+def test_a_lower_precision_does_not_round_the_rotary_frequencies() -> None:
+    draft = make_draft()
+    wanted = draft.rotary.inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert draft.fc.weight.dtype == torch.bfloat16 and torch.equal(draft.rotary.inv_freq, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"own_embedding": True}, {"draft_vocab_size": VOCAB}])
+def test_a_saved_draft_loads_back_bit_for_bit(tmp_path: Path, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    draft = Draft(CONFIG.model_copy(update=options)) if options else make_draft()
+    if draft.config.reduced_vocabulary and options:
+        made = make_draft()
+        draft.d2t, draft.t2d = made.d2t, made.t2d
+    before = torch.get_rng_state()
+    loaded, info = load_draft(save(tmp_path / "draft", draft))
+    assert torch.equal(torch.get_rng_state(), before), "loading draws no numbers of the caller's"
+    assert loaded.config == draft.config and info.target == TARGET and not loaded.training
+    found, wanted = draft_tensors(loaded), draft_tensors(draft)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert ("d2t" in wanted) == (draft.config.draft_vocab_size == DRAFT_VOCAB)
+    assert ("embed_tokens.weight" in wanted) == draft.config.own_embedding
+    assert loaded.t2d.sum() == draft.config.draft_vocab_size
+
+
+def broken(folder: Path, change: str) -> Path:
+    save(folder, make_draft())
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(weights)
+    if change == "missing":
+        del tensors["fc.weight"]
+    elif change == "unexpected":
+        tensors["extra.weight"] = torch.zeros(1)
+    elif change == "shape":
+        tensors["norm.weight"] = torch.zeros(3)
+    elif change == "absolute":
+        tensors["d2t"] = tensors["d2t"] + torch.arange(DRAFT_VOCAB)
+    save_file(tensors, weights)
+    if change == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-40])
+    elif change == "no weights":
+        weights.unlink()
+    elif change == "no block":
+        config.write_text(json.dumps({"model_type": "llama"}))
+    elif change == "no json":
+        config.write_text("{")
+    elif change == "newer":
+        config.write_text(json.dumps({"eyas": {"format": 2}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("missing", "missing: fc.weight"),
+        ("unexpected", "unexpected: extra.weight"),
+        ("shape", "norm.weight (3,) for (16,)"),
+        ("absolute", "target ids, not offsets"),
+        ("truncated", "whole safetensors"),
+        ("no weights", "no such file"),
+        ("no block", "no `eyas` block"),
+        ("no json", "config.json"),
+        ("newer", "format 2"),
+    ],
+)
+def test_a_broken_draft_folder_is_refused_in_words(tmp_path: Path, change: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_draft(broken(tmp_path / "draft", change))
+    assert words in str(caught.value)
+
+
+def test_a_stage_folder_loads_as_its_newest_step(tmp_path: Path) -> None:
+    save(tmp_path / "step-9", make_draft(seed=1))
+    save(tmp_path / "step-10", make_draft(seed=2))
+    loaded, _ = load_draft(tmp_path)
+    assert torch.equal(loaded.fc.weight, make_draft(seed=2).fc.weight)
+
+
+def test_an_embedding_of_another_target_is_refused() -> None:
+    with pytest.raises(InputError):
+        make_draft().share_embedding(torch.zeros(VOCAB + 1, HIDDEN))
