@@ -21,8 +21,8 @@ PREFILL_ROWS = 512
 class TargetForward:
     """Runs rows of one sequence; keeps the boundary states of the latest forward where taps are wanted.
 
-    `rows` is the row bucket: how many rows `verify` computes whatever number it is given, or None where this
-    machine's kernels give a row the same bits in any company (engine/selftest.py finds out).
+    `rows` is the row bucket: how many rows `verify` computes whatever number it is given. None pads nothing: the
+    unpadded baseline, whose rows may differ in their last bits.
     """
 
     def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:

@@ -1,8 +1,9 @@
 """A chain of drafted tokens, and the draft's cache.
 
 Draft row p holds the taps of token p and the id of token p + 1, at rotary position p, and predicts token p + 2
-(serving.md 1.4; both engines). Rows beyond the target's verified tokens are fed the draft's own state; once verified they are
-rewritten from the target's taps: self-fed rows left in the cache are lossless and silently cost acceptance.
+(as both SGLang and vLLM pair them). Rows beyond the target's verified tokens are fed the draft's own state; once
+verified they are rewritten from the target's taps: self-fed rows left in the cache are lossless and silently cost
+acceptance.
 
 Shapes: B batch (1), R rows, A width of the taps, H hidden, D draft vocabulary.
 """

@@ -32,11 +32,12 @@ def rows_are_invariant(forward: TargetForward, count: int, start: int) -> bool:
 
 
 def check_rows(forward: TargetForward, count: int) -> bool:
-    """`rows_are_invariant` early in a sequence, and where rows lie on both sides of a length border."""
+    """`rows_are_invariant` early in a sequence, where rows lie on both sides of a length border, and beyond it."""
     border = forward.cache.block
-    room = forward.target.context_length
-    starts = [8] + ([border - max(1, count // 2)] if border + count <= room else [])
-    forward.cache.reserve(border + 2 * count)
+    starts = [8]
+    if border + 3 * count <= forward.target.context_length:
+        starts += [border - max(1, count // 2), border + count]
+    forward.cache.reserve(border + 3 * count)
     forward.prefill(_ids(starts[-1], forward.target.vocab_size, seed=0))
     return all(rows_are_invariant(forward, count, start) for start in reversed(starts))
 

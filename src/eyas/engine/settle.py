@@ -1,6 +1,10 @@
-"""What an engine settles at start: kernels, and the smallest row bucket in which a row keeps its bits."""
+"""What an engine settles at start: kernels, and the smallest row bucket in which a row keeps its bits.
 
-from collections.abc import Mapping, Sequence
+Running as many rows as there are, unpadded, is not among the candidates even where a self-test passes it: attention
+kernels were seen to agree at one cache length and part at another (docs/decisions/0010-one-row-bucket.md).
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,8 +23,8 @@ class EngineFacts:
     precision: str
     most: int
     """Rows of the longest verify forward: the last token and num_steps drafted ones."""
-    rows: int | None
-    """The row bucket; None where a row's bits do not depend on its company, and nothing is padded."""
+    rows: int
+    """The row bucket: what every plain step and every verify forward computes, padded or not."""
     lossless: bool
     """Every grouping of rows that the self-test tried gave bit-equal rows."""
     layer_kernels: dict[int, str]
@@ -29,22 +33,18 @@ class EngineFacts:
 
     def describe(self) -> str:
         """The start-up line."""
-        rows = f"bucket of {self.rows} rows" if self.rows else "no row padding"
-        why = (
-            "every row bit-equal in the self-test" if self.lossless else "ROWS DIFFER IN THE SELF-TEST: not lossless"
-        )
-        busiest = self.rows or self.most
+        why = "every row bit-equal in the self-test" if self.lossless else "ROWS DIFFER IN THE SELF-TEST: not lossless"
         return (
-            f"engine: {self.precision}, {rows} ({why}); linears {self.layer_kernels.get(busiest, 'torch')}, "
-            f"head {self.head_kernels.get(busiest, 'torch')} (fastest measured)"
+            f"engine: {self.precision}, bucket of {self.rows} rows ({why}); linears {self.layer_kernels[self.rows]}, "
+            f"head {self.head_kernels[self.rows]} (fastest measured)"
         )
 
 
 def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFacts:
     """Install kernels for forwards of up to `most` rows and set `forward.rows`.
 
-    Tried in order of cost: no padding, a bucket of `most`, of the next power of two; then the same with F.linear
-    only. If every one fails it says so aloud and decodes all the same.
+    Tried in order of cost: a bucket of `most`, of the next power of two; then the same with F.linear only. If every
+    one fails it says so aloud and decodes all the same.
     """
     groups = (layer_linears(forward.target), [forward.target.head])
     powers = 2 ** (most - 1).bit_length()
@@ -54,12 +54,13 @@ def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFa
         fastest = [
             fastest_kernels(group, counts) if choice == "auto" else dict.fromkeys(counts, choice) for group in groups
         ]
-        for rows in dict.fromkeys((None, most, powers)):
-            tables = [kernel_table(names, rows, most) for names in fastest]
+        for rows in dict.fromkeys((most, powers)):
+            # Single rows are the other baseline's: unpadded plain decoding, by its own fastest kernel.
+            tables = [{1: names[1], rows: names[rows]} for names in fastest]
             for group, table in zip(groups, tables, strict=True):
                 install(group, table)
             forward.rows = rows
-            if check_rows(forward, rows or most):
+            if check_rows(forward, rows):
                 return _facts(forward, most, True, tables)
     say(
         "engine: WARNING: on this machine a row's bits depend on the forward that computes it, padded or not; "
@@ -68,17 +69,11 @@ def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFa
     return _facts(forward, most, False, tables)
 
 
-def kernel_table(fastest: Mapping[int, str], rows: int | None, most: int) -> dict[int, str]:
-    """Without a bucket one kernel must serve every row count; with one, single rows are the other baseline's."""
-    if rows is None:
-        return dict.fromkeys(range(1, most + 1), fastest[most])
-    return {1: fastest[1], rows: fastest[rows]}
-
-
 def layer_linears(target: Target) -> list[nn.Linear]:
     return [module for module in target.layers.modules() if isinstance(module, nn.Linear)]
 
 
 def _facts(forward: TargetForward, most: int, lossless: bool, tables: Sequence[dict[int, str]]) -> EngineFacts:
     precision = str(forward.target.dtype).removeprefix("torch.")
+    assert forward.rows is not None
     return EngineFacts(precision, most, forward.rows, lossless, tables[0], tables[1])
