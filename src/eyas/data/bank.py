@@ -17,7 +17,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import islice
 from random import Random
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from eyas.errors import InputError
 
@@ -108,13 +108,23 @@ def load_bank() -> Bank:
     """The packaged topics and families."""
     tables = tomllib.loads(data_folder().joinpath("families.toml").read_text("utf-8"))
     slots = {name: tuple(values) for name, values in tables.pop("slots").items()}
-    families = tuple(
-        Family(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-        for name, table in tables.items()
-    )
+    families = tuple(_family(name, table) for name, table in tables.items())
     files = sorted(data_folder().joinpath("topics").iterdir(), key=lambda file: file.name)
     topics = [topic for file in files if file.name.endswith(".toml") for topic in _domain(file)]
     return Bank(tuple(topics), families, slots)
+
+
+def _family(name: str, table: dict[str, Any]) -> Family:
+    unknown = set(table) - {"kind", "phrasings", "endings", "follow_ups", "heldout"}
+    assert not unknown, f"families.toml, {name}: unknown {unknown}"
+    return Family(
+        name,
+        table["kind"],
+        tuple(table["phrasings"]),
+        tuple(table.get("endings", [""])),
+        tuple(table.get("follow_ups", [])),
+        table.get("heldout", False),
+    )
 
 
 def _domain(file: Traversable) -> Iterator[Topic]:
@@ -212,7 +222,7 @@ def _shuffled(rng: Random, items: Sequence[Item]) -> list[Item]:
     return [items[index] for _, index in order]
 
 
-def load_test_set() -> list[dict[str, object]]:
+def load_test_set() -> list[dict[str, Any]]:
     """The fixed, hand-written test set: {"id", "kind", "messages"} each, in file order. No bank prompt is like it."""
     text = data_folder().joinpath("test_prompts.jsonl").read_text("utf-8")
     return [json.loads(line) for line in text.split("\n") if line]
