@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from eyas.data.decode import decode
-from eyas.data.responses import Waiting, read_prompts
+from eyas.data.responses import Waiting, read_conversations
 from eyas.data.sampling import Sampler
 from eyas.models.target import DEFAULT_TARGET, load_target
 from eyas.recipe import RespondSettings
@@ -33,7 +33,7 @@ def main() -> None:
     target = load_target(args.target, dtype=args.precision)
     settings = RespondSettings(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
     waiting = Waiting(target, settings, Counter())
-    waiting.fill(read_prompts(args.prompts)[: args.limit])
+    waiting.fill(read_conversations(args.prompts)[: args.limit])
     prompt_tokens = sum(len(request.ids) for request in waiting.requests)
     started, answers, tokens = time.perf_counter(), 0, 0
     for answer in decode(target, waiting, Sampler(), args.batch_size):

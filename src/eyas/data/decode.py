@@ -131,6 +131,7 @@ class Cohort:
             return None
         return (torch.arange(self.length + 1) >= pads[:, None])[:, None, None]
 
+    @torch.inference_mode()
     def drop(self, row: int) -> None:
         """Take a finished row out: the last one moves into its place."""
         last = len(self.rows) - 1

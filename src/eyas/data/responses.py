@@ -58,7 +58,7 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     if stage.complete is not None:
         return stage.complete
     lines = check_file(prompts, PROMPTS, read_manifest(prompts, "prompts"))
-    conversations = read_prompts(lines)
+    conversations = read_conversations(lines)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
     facts = template_facts(loaded.tokenizer)
     skipped = _answer_all(stage, conversations, loaded, settings)
@@ -89,7 +89,7 @@ def _precision(stage: Stage, settings: RespondSettings) -> torch.dtype:
     return DTYPES[stage.decided["precision"]]
 
 
-def read_prompts(path: Path) -> list[Conversation]:
+def read_conversations(path: Path) -> list[Conversation]:
     """The conversations of a prompts.jsonl. Raises InputError with the line's number for one that is none."""
     found: list[Conversation] = []
     with path.open(encoding="utf-8") as file:
