@@ -248,3 +248,8 @@ def test_a_source_that_changed_since_is_not_taken_for_the_same(tmp_path):
     write(tmp_path, {"prompt": "a"}, {"prompt": "c"})
     with pytest.raises(InputError, match=r"sha256 of prompts\.source"):
         make_prompts(tmp_path / "p", wanted)
+
+
+def test_a_misspelt_bank_is_named(tmp_path):
+    with pytest.raises(InputError, match='did you mean "bank"'):
+        make_prompts(tmp_path / "p", PromptsSettings(source="bnak"))

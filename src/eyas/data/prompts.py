@@ -10,7 +10,7 @@ from typing import Any
 
 from eyas.data.bank import BankPrompt, generate
 from eyas.data.records import Message, Record, Tally, iter_records
-from eyas.errors import InputError
+from eyas.errors import InputError, did_you_mean
 from eyas.progress import say
 from eyas.recipe import PromptsSettings
 from eyas.run import MANIFEST, Manifest, check_same, hash_file, is_complete, read_manifest, write_atomic, write_manifest
@@ -84,6 +84,13 @@ def _row(name: str, messages: list[Message], split: str, topic: str | None = Non
 
 def _file_rows(path: Path, settings: PromptsSettings) -> tuple[list[Row], Row]:
     """Rows drawn from a file by hashes of seed and prompt: neither the file's order nor `train` moves the held-out."""
+    if not path.exists():
+        raise InputError(
+            wanted="`bank`, or a JSONL file of prompts",
+            got=f"{settings.source!r}, and there is no such file{did_you_mean(settings.source, ['bank'])}",
+            where="prompts.source",
+            next="check the path, or set prompts.source=bank",
+        )
     tally = Tally()
     wanted = settings.train + settings.heldout
     records = _keyed(iter_records(path, tally, on_error=settings.on_error), settings.seed)
