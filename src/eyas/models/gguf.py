@@ -87,6 +87,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
     _forget_quantization(model)
     model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors makes them 0600, and a cache may be shared
     AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
 
 
