@@ -60,6 +60,7 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("inspekt", "x"), "--help"),
         (("export", "--draft", "d", "--out", "o", "--for", "tgi"), "sglang"),
         (("check",), "something to check"),
+        (("prompts", "--out", "o", "--train", "0"), "greater than or equal to 1"),
     ],
 )
 def test_wrong_usage_exits_2_with_four_parts_in_json(

@@ -32,6 +32,7 @@ from eyas.recipe import (
     load_recipe,
     packaged_recipes,
     recipe_reference,
+    validate,
 )
 from eyas.run import Manifest, disk_error
 
@@ -192,7 +193,7 @@ def export(
     common: Common = FLAGS,
 ) -> None:
     """Write one folder that the engines load right, or refuse and say why."""
-    settings = ExportSettings.model_validate({"engines": tuple(for_.split(","))})
+    settings = validate(ExportSettings, {"engines": tuple(for_.split(","))}, "--for")
 
     def work() -> dict[str, Any]:
         from eyas.export.folder import export_draft
