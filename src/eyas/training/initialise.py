@@ -93,8 +93,8 @@ def new_draft(target: Target, config: DraftConfig, counts_V: Tensor, initialise:
         torch.manual_seed(seed)
         draft = Draft(config)
         draft.d2t, draft.t2d = build_vocab(counts_V, config.draft_vocab_size, special_ids(target, counts_V))
-        draft.to(target.embedding.device)
         draft.share_embedding(target.embedding)
+        draft.to(target.embedding.device)
         if initialise == "target":
             with torch.no_grad():
                 copy_head(draft, target)
