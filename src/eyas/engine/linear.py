@@ -10,13 +10,20 @@ Shapes: R rows, I in, O out.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from eyas.progress import say
 
-Kernel = Callable[[Tensor], Tensor]
+
+class Kernel(Protocol):
+    """input [..., R, I] to [..., R, O], as nn.Linear's forward."""
+
+    def __call__(self, input: Tensor) -> Tensor: ...
+
+
 TRIES, SAMPLE_BYTES = 4, 256 * 2**20
 
 
@@ -28,7 +35,7 @@ def packed_kernel(weight_OI: Tensor, bias_O: Tensor | None) -> Kernel:
     """oneDNN with the weight reordered once (a second copy of it in memory)."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), 1)
     multiply = torch.ops.mkldnn._linear_pointwise
-    return lambda x: multiply(x, packed, bias_O, "none", [], "")
+    return lambda input: multiply(input, packed, bias_O, "none", [], "")
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor | None], Kernel]] = {"torch": torch_kernel, "onednn": packed_kernel}
@@ -48,7 +55,7 @@ def available_kernels(dtype: torch.dtype, device: torch.device) -> list[str]:
                 x = torch.randn(1, rows, 64, generator=generator).to(dtype)
                 torch.testing.assert_close(kernel(x), nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
             names.append(name)
-        except (RuntimeError, AttributeError, NotImplementedError, AssertionError) as error:
+        except (RuntimeError, AttributeError, AssertionError) as error:
             say(f"engine: {name} linears are not used: {str(error).strip().splitlines()[0]}")
     return names
 

@@ -1,0 +1,228 @@
+"""`eyas bench`: plain against speculative decoding by the same engine, paired.
+
+The baseline is the faster of the engine's two plain paths: with the row bucket that makes speculation lossless, and
+with single rows. Every prompt is decoded both ways, one after the other, the order alternating; a warm-up is left out.
+Equality of texts is measured in float32 by the bucketed path, whatever precision the speed is measured in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.engine.costs import StepCosts, measure_costs
+from eyas.engine.generate import Engine, Generation
+from eyas.measure import stats
+from eyas.measure.prompts import BenchPrompt, bench_prompts
+from eyas.measure.stats import Depth, Timing
+from eyas.models.checkpoint import load_draft
+from eyas.models.draft import Draft
+from eyas.models.target import DTYPES, Target, load_target
+from eyas.progress import Progress, say
+from eyas.recipe import BenchSettings, TargetSettings
+from eyas.run import machine, versions
+from eyas.training.inputs import check_identity
+
+JSON = dict[str, Any]
+DEEPEST = 4
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A precision that could be benched, what rounds cost in it, and the depth to run."""
+
+    target: Target
+    draft: Draft
+    costs: StepCosts | None
+    depth: Depth | None
+    num_steps: int
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.depth.seconds_per_token if self.depth else 0.0
+
+
+@dataclass
+class Ways:
+    """Generations of every prompt, both ways, in the order of the prompts (repeats one after the other)."""
+
+    plain: list[Generation]
+    fast: list[Generation]
+
+
+def bench(
+    target: TargetSettings, draft: Path, settings: BenchSettings, survival: Sequence[float] | None = None
+) -> JSON:
+    """Bench the draft in folder `draft`. `survival` (evaluate's) serves the choice of a depth where settings name none.
+
+    Returns `baseline`, `speculative`, `speedup`, `identical_outputs`, `divergence`, and the conditions. Raises
+    InputError for prompts, targets or drafts that cannot be used.
+    """
+    load = _loader(target, draft)
+    exact = load("float32")
+    prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)
+    chosen = choose(load, exact, settings, survival, prompts)
+    engine = Engine(chosen.target, chosen.draft, num_steps=chosen.num_steps)
+    padded = warm_up(engine, prompts, settings)
+    ways = decode_both(engine, prompts, settings, chosen.num_steps, padded)
+    facts, dtype = engine.facts, chosen.target.dtype
+    equal_on = prompts[: settings.equality_limit]
+    if dtype != torch.float32:
+        engine.close()
+        engine = Engine(*exact, num_steps=chosen.num_steps, announce=False)
+    identical = _identical(engine, equal_on, settings, chosen.num_steps)
+    engine.close()
+    return {
+        **figures(ways, chosen.num_steps, settings.repeats),
+        "identical_outputs": identical,
+        "identical_prompts": len(equal_on),
+        "num_steps": chosen.num_steps,
+        "prompts": settings.prompts,
+        "precision": str(dtype).removeprefix("torch."),
+        "baseline_path": "bucket" if padded else "single rows",
+        "engine": asdict(facts),
+        "predicted": asdict(chosen.depth) if chosen.depth else None,
+        "costs": asdict(chosen.costs) if chosen.costs else None,
+        "max_new_tokens": settings.max_new_tokens,
+        "threads": torch.get_num_threads(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def choose(
+    load: Callable[[str], tuple[Target, Draft]],
+    exact: tuple[Target, Draft],
+    settings: BenchSettings,
+    survival: Sequence[float] | None,
+    prompts: Sequence[BenchPrompt],
+) -> Candidate:
+    """Precision and depth: those the settings name, else those predicted to give the most tokens a second."""
+    names = ("float32", "bfloat16") if settings.precision == "auto" else (settings.precision,)
+    if settings.num_steps is not None and len(names) == 1:
+        loaded = exact if names[0] == "float32" else load(names[0])
+        return Candidate(*loaded, None, None, settings.num_steps)
+    survival = list(survival) if survival is not None else pilot(exact, prompts, settings)
+    if settings.num_steps is not None:
+        survival += [0.0] * (settings.num_steps - len(survival))
+    depths = [settings.num_steps] if settings.num_steps else list(range(1, min(DEEPEST, len(survival)) + 1))
+    candidates = []
+    for name in names:
+        loaded = exact if name == "float32" else load(name)
+        costs = measure_costs(*loaded, depths)
+        rounds = {depth: costs.round(depth) for depth in depths}
+        depth = stats.choose_num_steps(survival, costs.plain, rounds)
+        say(
+            f"bench: {name}: plain step {costs.plain * 1e3:.1f} ms; rounds "
+            + ", ".join(f"of {depth}: {seconds * 1e3:.1f} ms" for depth, seconds in rounds.items())
+            + f"; best depth {depth.num_steps}, predicted {1 / depth.seconds_per_token:.1f} tokens/s, "
+            f"{depth.speedup:.2f}x"
+        )
+        candidates.append(Candidate(*loaded, costs, depth, depth.num_steps))
+    return min(candidates, key=lambda candidate: candidate.seconds_per_token)
+
+
+def pilot(loaded: tuple[Target, Draft], prompts: Sequence[BenchPrompt], settings: BenchSettings) -> list[float]:
+    """Survival of the deepest chain on a few of the prompts, for want of the evaluator's."""
+    deepest = settings.num_steps or DEEPEST
+    engine = Engine(*loaded, num_steps=deepest, announce=False)
+    few = prompts[:: max(1, len(prompts) // 4)][:4]
+    rounds = [n for prompt in few for n in engine.generate(prompt.ids, settings.max_new_tokens, deepest).rounds]
+    engine.close()
+    return stats.survival(rounds, deepest)
+
+
+def warm_up(engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSettings) -> bool:
+    """Decode a little every way, untimed in the result; whether the bucketed plain path is the faster."""
+    seconds = {True: float("inf"), False: float("inf")}
+    tokens = min(24, settings.max_new_tokens)
+    engine.generate(prompts[0].ids, tokens, engine.num_steps, ignore_eos=True)
+    for prompt in prompts[:WARM_UP]:
+        for padded in (True, False):
+            run = engine.generate(prompt.ids, tokens, 0, ignore_eos=True, padded=padded)
+            seconds[padded] = min(seconds[padded], run.seconds_decode)
+    return seconds[True] <= seconds[False]
+
+
+def decode_both(
+    engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSettings, num_steps: int, padded: bool
+) -> Ways:
+    """Every prompt both ways, the order alternating from one to the next."""
+    ways, limit = Ways([], []), settings.max_new_tokens
+    with Progress("bench", len(prompts) * settings.repeats, "prompts") as bar:
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(settings.repeats)):
+            for fast in (False, True) if index % 2 == 0 else (True, False):
+                if fast:
+                    ways.fast.append(engine.generate(prompt.ids, limit, num_steps))
+                else:
+                    ways.plain.append(engine.generate(prompt.ids, limit, 0, padded=padded))
+            bar.advance(1, note=f"{rough_speedup(ways):.2f}x so far")
+    return ways
+
+
+def rough_speedup(ways: Ways) -> float:
+    plain, fast = (stats.rates([timing(run) for run in runs]) for runs in (ways.plain, ways.fast))
+    return fast["output_tok_s"] / plain["output_tok_s"] if plain["output_tok_s"] else 1.0
+
+
+def figures(ways: Ways, num_steps: int, repeats: int) -> JSON:
+    """`baseline`, `speculative`, `speedup` and `divergence` of all prompts."""
+    plain, fast = _per_prompt(ways.plain, repeats), _per_prompt(ways.fast, repeats)
+    rounds = [accepted for run in ways.fast for accepted in run.rounds]
+    parted = sum(a.ids != b.ids for a, b in zip(ways.plain, ways.fast, strict=True))
+    return {
+        "baseline": stats.rates(plain),
+        "speculative": {
+            **stats.rates(fast),
+            "accept_length": round(stats.accept_length(rounds), 4),
+            "survival": stats.survival(rounds, num_steps),
+            "rounds": len(rounds),
+            "num_steps": num_steps,
+        },
+        "speedup": stats.speedup(list(zip(plain, fast, strict=True))).as_dict(),
+        "divergence": round(parted / len(ways.plain), 4),
+    }
+
+
+def timing(run: Generation) -> Timing:
+    return Timing(len(run.ids) - 1, run.seconds_decode, run.seconds_prefill)
+
+
+def _per_prompt(runs: Sequence[Generation], repeats: int) -> list[Timing]:
+    """A prompt's repeats added up: prompts, not repeats, are what the bootstrap resamples."""
+    timings = [timing(run) for run in runs]
+    groups = [timings[start : start + repeats] for start in range(0, len(timings), repeats)]
+    return [
+        Timing(
+            sum(t.tokens for t in group),
+            sum(t.seconds for t in group),
+            sum(t.seconds_prefill for t in group) / len(group),
+        )
+        for group in groups
+    ]
+
+
+def _identical(engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSettings, num_steps: int) -> bool | None:
+    """Whether plain and speculative ids are the same on all of `prompts` in float32; None for no prompts."""
+    if not prompts:
+        return None
+    same = True
+    with Progress("equality, float32", len(prompts), "prompts") as bar:
+        for prompt in prompts:
+            plain, fast = (engine.generate(prompt.ids, settings.max_new_tokens, n).ids for n in (0, num_steps))
+            same = same and plain == fast
+            bar.advance(1)
+    return same
+
+
+def _loader(target: TargetSettings, draft: Path) -> Callable[[str], tuple[Target, Draft]]:
+    def load(precision: str) -> tuple[Target, Draft]:
+        loaded = load_target(target.name, dtype=precision, trust_remote_code=target.trust_remote_code)
+        module, info = load_draft(draft, loaded.embedding, DTYPES[precision])
+        check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
+        return loaded, module
+
+    return load
