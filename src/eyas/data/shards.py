@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,8 @@ from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.run import check_same, disk_error, hash_file, read_manifest
 
+NormState = Literal["before", "after"]
+"""Whether a last hidden state is from before or after the target's final norm."""
 INDEX = "index.json"
 STORED = ("taps", "last_hidden", "input_ids", "loss_mask")
 
@@ -49,6 +51,11 @@ class Sample:
     last_hidden_TH: Tensor
     ids_T: Tensor
     loss_mask_T: Tensor
+
+    def cut(self, length: int) -> "Sample":
+        """The first `length` rows."""
+        rows = (self.taps_TA, self.last_hidden_TH, self.ids_T, self.loss_mask_T)
+        return Sample(self.id, self.split, *(tensor[:length] for tensor in rows))
 
 
 def plan_shards(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> list[list[list[int]]]:
@@ -112,6 +119,7 @@ class CaptureReader:
         self.boundaries: tuple[int, ...] = tuple(facts["boundaries"])
         self.hidden_size = self.identity.hidden_size
         self.taps_width = len(self.boundaries) * self.hidden_size
+        self.last_hidden_norm: NormState = facts["last_hidden_norm"]
         self.greedy: bool = facts["greedy"]
         if expect is not None:
             for field in ("weights_hash", "num_hidden_layers", "hidden_size", "vocab_size"):

@@ -85,6 +85,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         "draft": str(export.absolute()),
         "evaluate": evaluated,
         "check": checked,
+        "acceptance_parity": next((one["facts"] for one in checked["checks"] if "facts" in one), None),
         "bench": benched,
         "report": str((folder / "report.md").absolute()),
     }

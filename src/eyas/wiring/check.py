@@ -18,12 +18,15 @@ from eyas.wiring.findings import Finding
 from eyas.wiring.identify import NORMED, Match, identify, name_of
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.reference import final_normed, reference_boundaries
+from eyas.wiring.served import ALLOWED, walk_against_engine
 from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
 
 Status = Literal["pass", "fail", "skipped", "unknown"]
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
 PARITY_TOLERANCE = 1e-4
 """Float32 sums in another order, relative to the logits' own scale."""
+SERVED_STEPS, SERVED_SAMPLES = 3, 12
+"""Chain length and answers of the engine's own run: a minute on two cores with the default target."""
 ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
 
 
@@ -35,10 +38,13 @@ class Check:
     status: Status
     evidence: str
     findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Figures that outside programs may want, by name."""
 
     @property
-    def as_dict(self) -> dict[str, str]:
-        return {"name": self.name, "status": self.status, "evidence": self.evidence}
+    def as_dict(self) -> dict[str, Any]:
+        facts = {"facts": self.facts} if self.facts else {}
+        return {"name": self.name, "status": self.status, "evidence": self.evidence, **facts}
 
 
 @dataclass(frozen=True)
@@ -256,4 +262,40 @@ def check_export(given: Given) -> Check:
     return Check(name, "fail", f"{len(differing)} of {len(ours)} tensors differ", [finding])
 
 
-CHECKS: tuple[Callable[[Given], Check], ...] = (check_taps, check_teacher, check_parity, check_vocabulary, check_export)
+def check_served(given: Given) -> Check:
+    """The engine accepts, on captured prompts, what the evaluator's walk says it will."""
+    name = "acceptance"
+    draft = load_checked_draft(given)
+    if draft is None or given.captures is None or given.target is None:
+        return Check(name, "skipped", "needs a draft, greedy captures and the target")
+    if not given.captures.greedy:
+        return Check(name, "skipped", "the walk needs greedy answers; these were sampled")
+    served = walk_against_engine(given.target, draft, given.captures, num_steps=SERVED_STEPS, limit=SERVED_SAMPLES)
+    if served is None:
+        return Check(name, "skipped", "no held-out answer with a round to count")
+    evidence = (
+        f"accept length {served.engine:.3f} in the engine, {served.walk:.3f} by the walk, over {served.samples} "
+        f"held-out answers at chains of {served.num_steps}; {served.texts_equal} of them repeated token for token"
+    )
+    if served.difference <= ALLOWED:
+        return Check(name, "pass", evidence, facts=served.as_dict)
+    finding = Finding(
+        code="parity_mismatch",
+        severity="error",
+        where="the embedded engine",
+        expected=f"accept length {served.walk:.3f} within {ALLOWED:.0%}",
+        found=f"{served.engine:.3f}",
+        fix="capture again from this target; if it stays, report it with the draft's config.json",
+        message="The engine feeds its draft something else than it was trained on.",
+    )
+    return Check(name, "fail", evidence, [finding], served.as_dict)
+
+
+CHECKS: tuple[Callable[[Given], Check], ...] = (
+    check_taps,
+    check_teacher,
+    check_parity,
+    check_vocabulary,
+    check_export,
+    check_served,
+)

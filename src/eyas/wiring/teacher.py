@@ -6,14 +6,12 @@ falls by 6 to 33 % (training.md 0, fact 3). It is seen here before a draft is tr
 Shapes: T tokens, H hidden size.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from eyas.data.shards import NormState
 from eyas.models.target import Target
 
-NormState = Literal["before", "after"]
 AGREES = 0.98
 """Share of equal argmaxes that counts as the target's own: bf16 states flip near-ties."""
 
