@@ -7,7 +7,7 @@ cohorts as one batch; only attention is taken cohort by cohort. When enough rows
 Shapes: R rows, T prompt columns, N query heads, K key/value heads, E head width, C cache columns, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -185,7 +185,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def cohort_attention(target: Target) -> Iterator[None]:
+def cohort_attention(target: Target) -> Generator[None, None, None]:
     """The target's attention goes through `cohort.attend` inside the block."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)

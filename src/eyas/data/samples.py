@@ -2,7 +2,6 @@
 
 import datetime
 from dataclasses import dataclass
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +11,8 @@ from eyas.errors import InputError
 Message = dict[str, str]
 PINNED_DATE = datetime.datetime(2026, 1, 1)
 """What a template that asks for today's date is told: answers must not depend on the day they were made."""
+
+CLOCK_CODES = ("%d", "%-d", "%e", "%m", "%-m", "%b", "%B", "%y", "%Y", "%A", "%a", "%j", "%H", "%I", "%M", "%S", "%p")
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ def _render_text(
             where="target: tokenizer_config.json or chat_template.jinja",
             next="add the template the model was trained with as chat_template.jinja to the target's folder",
         )
-    options: dict[str, Any] = {
-        "strftime_now": now.strftime
-    }  # a template's literal default date stays as servers have it
+    template = _pin_clock(tokenizer.get_chat_template(), now)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
         raise InputError(
             wanted="messages that the target's chat template takes",
@@ -122,3 +123,16 @@ def _render_text(
         ) from error
     assert isinstance(text, str), "one conversation renders to one string"
     return text
+
+
+def _pin_clock(template: str, now: datetime.datetime) -> str:
+    """The template with its clock, `strftime_now`, stopped at `now`.
+
+    A macro in front of it, for transformers passes no functions to a template. Only the clock is pinned: a literal
+    date that a template falls back on stays as servers render it.
+    """
+    if "strftime_now" not in template:
+        return template
+    codes = "".join(f"|replace('{code}', '{now.strftime(code)}')" for code in CLOCK_CODES)
+    # The empty expression keeps jinja's trim_blocks from eating a newline the template may begin with.
+    return "{% macro strftime_now(format) %}{{ format" + codes + " }}{% endmacro %}{{ '' }}" + template

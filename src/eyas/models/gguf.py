@@ -9,6 +9,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -89,7 +90,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)  # safetensors makes them 0600, and a cache may be shared
-    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    tokenizer.save_pretrained(folder)
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
@@ -98,7 +100,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
         if name in vars(model):
             delattr(model, name)
     if "quantization_config" in vars(model.config):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
 
 
 def _source() -> dict[str, str | int]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -65,12 +65,12 @@ class Target:
 
     @property
     def head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
+        return _head(self.model)
 
     @property
     def embedding(self) -> Tensor:
         """The input embedding table [V, H]."""
-        return self.model.get_input_embeddings().weight
+        return _embedding(self.model)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -143,7 +143,7 @@ class Recorder:
 
 
 @contextmanager
-def record_boundaries(target: Target, boundaries: Sequence[int]) -> Iterator[Recorder]:
+def record_boundaries(target: Target, boundaries: Sequence[int]) -> Generator[Recorder, None, None]:
     """Record `boundaries` of every forward inside the block; nothing else of the forward is kept.
 
     Boundary b < n is the input of layer b, boundary n the output of the last layer (before the final norm, which
@@ -218,7 +218,7 @@ def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote
     _check_files(folder, trust_remote_code)
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # In the checkpoint's own precision first: the identity hash must not depend on what we compute in.
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
@@ -280,6 +280,18 @@ def _backbone(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), f"{type(model).__name__} has a linear head"
+    return head
+
+
+def _embedding(model: PreTrainedModel) -> Tensor:
+    table = model.get_input_embeddings().weight
+    assert isinstance(table, Tensor), f"{type(model).__name__} has an embedding table"
+    return table
+
+
 def _part(module: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> Any:
     children = dict(module.named_children())
     found = next((children[name] for name in names if isinstance(children.get(name), kind)), None)
@@ -295,10 +307,10 @@ def _part(module: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> Any
 
 def _identity(name: str, folder: Path, model: PreTrainedModel) -> TargetIdentity:
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    norm = _part(_backbone(model), FINAL_NORMS, nn.Module)
+    head = _head(model)
+    norm: nn.Module = _part(_backbone(model), FINAL_NORMS, nn.Module)
     digest = hashlib.sha256()
-    for tensor in (model.get_input_embeddings().weight, *norm.parameters(), head.weight):
+    for tensor in (_embedding(model), *norm.parameters(), head.weight):
         for rows in tensor.detach().split(8192):  # in pieces: a float32 copy of a large table would be gigabytes
             digest.update(rows.to("cpu", torch.float32).contiguous().numpy().data)
     is_snapshot = folder.parent.name == "snapshots"
