@@ -126,7 +126,11 @@ def test_the_core_install_runs_without_torch_or_prints_the_line_to_type(
     argv: tuple[str, ...], status: int, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *argv, "--json"], capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, *argv, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == status, done.stderr
     if status == 2:

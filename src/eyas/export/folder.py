@@ -23,7 +23,17 @@ from eyas.formats.taps import ids_for
 from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, load_draft
 from eyas.models.draft import Draft
 from eyas.recipe import ExportSettings
-from eyas.run import JSON, Manifest, disk_error, hash_file, is_complete, read_manifest, write_atomic, write_manifest
+from eyas.run import (
+    JSON,
+    Manifest,
+    disk_error,
+    hash_file,
+    is_complete,
+    manifest_hash,
+    read_manifest,
+    write_atomic,
+    write_manifest,
+)
 
 CANNOT: dict[str, Callable[[DraftConfig], list[str]]] = {"sglang": sglang.cannot, "vllm": vllm.cannot}
 
@@ -34,9 +44,13 @@ def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Man
     Raises InputError, with nothing written, where an engine cannot represent the draft or `out` holds something else.
     """
     started = time.monotonic()
+    recorded = settings.model_dump(mode="json")
+    inputs = {"draft": draft_folder} if is_complete(draft_folder) else {}
+    _check_free(out)
+    if (done := _exported_before(out, recorded, inputs)) is not None:
+        return done
     draft, info = load_draft(draft_folder)
     content = export_config(draft, info.model_dump(mode="json"), settings)
-    _check_free(out)
     files = {WEIGHTS: save(exported_tensors(draft), metadata={"format": "pt"}), CONFIG: json.dumps(content, indent=1)}
     temporary = _sibling(out)
     try:
@@ -45,8 +59,8 @@ def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Man
         manifest = write_manifest(
             temporary,
             "export",
-            settings=settings.model_dump(mode="json"),
-            inputs={"draft": draft_folder} if is_complete(draft_folder) else {},
+            settings=recorded,
+            inputs=inputs,
             files={name: hash_file(temporary / name) for name in files},
             facts={"draft": str(draft_folder.absolute()), "target": info.target.model_dump(mode="json")},
             seconds=time.monotonic() - started,
@@ -111,6 +125,17 @@ def _check_free(out: Path) -> None:
         )
     if is_complete(out):
         read_manifest(out, "export")
+
+
+def _exported_before(out: Path, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
+    """The manifest of an export of this same finished draft under these settings; any other is made anew."""
+    if not inputs or not is_complete(out):
+        return None
+    manifest = read_manifest(out, "export")
+    same = json.loads(json.dumps(settings)) == manifest.settings
+    return (
+        manifest if same and {name: manifest_hash(path) for name, path in inputs.items()} == manifest.inputs else None
+    )
 
 
 def _sibling(out: Path) -> Path:

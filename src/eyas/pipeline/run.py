@@ -77,7 +77,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         "bench",
         recipe.bench.model_dump(mode="json"),
         {"export": export},
-        lambda: bench(target, export, bench_settings(recipe, prompts), survival=evaluated["survival"]),
+        lambda: bench(target, export, bench_settings(recipe, prompts), survival=evaluated["walk_survival"]),
     )
     result = {
         "run": str(folder.absolute()),
