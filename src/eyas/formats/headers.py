@@ -33,6 +33,8 @@ class TensorHeader:
     shape: tuple[int, ...] | None
     dtype: str | None
     file: str
+    offset: int = 0
+    """The byte of `file` where its data begins."""
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -66,21 +68,21 @@ def read_file(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(header, dict):
         raise _bad(path, "a header that is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, size - 8 - length) for name, entry in header.items()}
+    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
-def _tensor(path: Path, name: str, entry: Any, data_size: int) -> TensorHeader:
+def _tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorHeader:
     try:
         shape, dtype, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
-        whole = all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
         expected = math.prod(shape) * BITS[dtype] if whole else -1
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(path, f"a broken entry for {name!r} ({type(error).__name__}: {error})") from error
     if not whole or begin > end or (end - begin) * 8 != expected:
         raise _bad(path, f"{name!r}: {dtype} {list(shape)} does not fill bytes {begin}..{end}")
-    if end > data_size:
-        raise _bad(path, f"{name!r} ends at byte {end} of {data_size}: the file is truncated")
-    return TensorHeader(shape, dtype, path.name)
+    if data_start + end > size:
+        raise _bad(path, f"{name!r} ends at byte {data_start + end} of {size}: the file is truncated")
+    return TensorHeader(shape, dtype, path.name, data_start + begin)
 
 
 def _read_shards(index: Path) -> dict[str, TensorHeader]:
