@@ -1,4 +1,4 @@
-"""All stages on a tiny target, by the command that people type; run again, everything is skipped and nothing changes."""
+"""All stages on a tiny target, by the command that people type; run again, all is skipped and nothing changes."""
 
 import json
 from pathlib import Path

@@ -48,8 +48,8 @@ def acceptance(result: JSON) -> str:
     lines = [
         "## Acceptance",
         "",
-        f"Evaluated on held-out answers ({evaluated['tokens']:,} tokens): accept length {evaluated['accept_length']:.2f} "
-        f"(mean over rows), {evaluated['accept_length_walk']:.2f} (walk).",
+        f"Evaluated on held-out answers ({evaluated['tokens']:,} tokens): accept length "
+        f"{evaluated['accept_length']:.2f} (mean over rows), {evaluated['accept_length_walk']:.2f} (walk).",
         "",
         "| first i drafted tokens accepted | held-out, evaluated | test prompts, engine |",
         "|---|---|---|",
@@ -76,10 +76,9 @@ def places(result: JSON) -> str:
     """Where each file lies and how long its stage took."""
     run = Path(result["run"])
     lines = ["## Files", "", "| stage | seconds | folder |", "|---|---|---|"]
-    lines += [
-        f"| {stage['name']} | {stage['seconds']:.1f}{' (done before)' if stage['skipped'] else ''} | {run / stage['name']} |"
-        for stage in result["stages"]
-    ]
+    for stage in result["stages"]:
+        before = " (done before)" if stage["skipped"] else ""
+        lines.append(f"| {stage['name']} | {stage['seconds']:.1f}{before} | {run / stage['name']} |")
     return "\n".join([*lines, "", f"The draft to serve: {result['draft']}"])
 
 
@@ -93,8 +92,8 @@ def conditions(recipe: Recipe, result: JSON) -> str:
         f"{where['processor']}, {where['cores']} cores, {where['memory_gb']} GB; "
         + ", ".join(f"{name} {number}" for name, number in versions().items())
         + ".",
-        f"Prompts: {bench['prompts']}; {bench['speculative']['n']} of them, up to {recipe.bench.max_new_tokens} tokens each, "
-        f"greedy, chain of {bench['num_steps']}, {bench['precision']}.",
+        f"Prompts: {bench['prompts']}; {bench['speculative']['n']} of them, up to {recipe.bench.max_new_tokens} tokens "
+        f"each, greedy, chain of {bench['num_steps']}, {bench['precision']}.",
         f"Command: `eyas run {recipe.name}`.",
     ]
     return "\n".join(lines)
