@@ -19,12 +19,8 @@ from eyas.models.dequantise import E2M1, from_fp8_blocks, from_mxfp4, from_packe
 def test_fp8_blocks_by_hand_with_the_last_blocks_cut_short() -> None:
     weight = torch.tensor([[1.0, 2.0, -3.0], [0.5, 448.0, 8.0], [-16.0, 0.25, 1.5]]).to(torch.float8_e4m3fn)
     scale = torch.tensor([[2.0, 10.0], [0.5, -1.0]])
-    expected = [
+    expected = [[2.0, 4.0, -30.0], [1.0, 896.0, 80.0], [-8.0, 0.125, -1.5]]
     assert from_fp8_blocks(weight, scale, (2, 2)).tolist() == expected
-        [2.0, 4.0, -30.0],
-        [1.0, 896.0, 80.0],
-        [-8.0, 0.125, -1.5],
-    ]
 
 
 def test_mxfp4_by_hand_low_nibble_first() -> None:
@@ -87,6 +83,7 @@ def test_every_code_of_mxfp4_is_a_float_of_two_exponent_bits_and_one_of_mantissa
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +92,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, Quantization("fp8", (128, 128))),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Quantization("mxfp4")),
         (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "config_groups": {"a": {"weights": INT4}},
-            },
+            PACKED | {"config_groups": {"group_0": {"weights": INT4 | {"symmetric": False, "num_bits": 8}}}},
             Quantization("int4", group_size=32),
         ),
     ],
