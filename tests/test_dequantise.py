@@ -83,7 +83,6 @@ def test_every_code_of_mxfp4_is_a_float_of_two_exponent_bits_and_one_of_mantissa
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, Quantization("fp8", (128, 128))),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Quantization("mxfp4")),
         (
-            PACKED | {"config_groups": {"group_0": {"weights": INT4 | {"symmetric": False, "num_bits": 8}}}},
+            PACKED | {"config_groups": {"group_0": {"weights": INT4}}},
             Quantization("int4", group_size=32),
         ),
     ],
