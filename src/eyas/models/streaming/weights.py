@@ -1,0 +1,160 @@
+"""Tensors of a checkpoint, one at a time, dequantised as they are read.
+
+Plain file reads at the offsets the headers give: nothing is mapped, so the memory in use is the tensors in use, and 64
+shards cost no more than one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.formats.headers import TensorHeader, read_headers
+from eyas.formats.quantization import Quantization, read_quantization
+from eyas.models.dequantise import from_fp8_blocks, from_mxfp4, from_packed_int4
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's tensors by name. `load` and `expert` give float32 on the CPU."""
+
+    folder: Path
+    headers: dict[str, TensorHeader]
+    quantization: Quantization
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Raises InputError for a broken shard or index, and for a quantisation that is not supported."""
+        quantization = read_quantization(folder)
+        return cls(folder, read_headers(folder), quantization)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether `name` can be loaded, stored as it is or quantised."""
+        return any(stored in self.headers for stored in (name, packed_name(name), blocks_name(name)))
+
+    def load(self, name: str) -> Tensor:
+        """The tensor `name` in float32. Raises InputError where it is absent or stored in a way not declared."""
+        if name in self.headers:
+            return self._plain_or_fp8(name)
+        if packed_name(name) in self.headers and self.quantization.scheme == "int4":
+            return self._packed(name)
+        raise self._missing(name)
+
+    def row(self, name: str, index: int) -> Tensor:
+        """`load(name)[index]` of a stack of experts or a table, reading that row alone."""
+        if name in self.headers and self.headers[name].dtype in FLOATS:
+            return self._read(name, index).float()
+        if blocks_name(name) in self.headers and self.quantization.scheme == "mxfp4":
+            rows_RC = from_mxfp4(self._read(blocks_name(name), index), self._read(scales_name(name), index))
+            return rows_RC.T.contiguous()  # gpt-oss multiplies x @ W, and stores W transposed
+        raise self._missing(name)
+
+    def _plain_or_fp8(self, name: str) -> Tensor:
+        dtype = self.headers[name].dtype
+        if dtype in FLOATS:
+            return self._read(name).float()
+        if dtype == "F8_E4M3" and self.quantization.scheme == "fp8" and f"{name}_scale_inv" in self.headers:
+            return from_fp8_blocks(self._read(name), self._read(f"{name}_scale_inv"), self.quantization.block)
+        raise InputError(
+            wanted=f"{name} in floats, or as the config declares ({self.quantization.words})",
+            got=f"{dtype} {list(self.headers[name].shape or ())}",
+            where=str(self.folder),
+            next="give a checkpoint whose config.json declares how its weights are stored",
+        )
+
+    def _packed(self, name: str) -> Tensor:
+        stem = packed_name(name).removesuffix("_packed")
+        rows, columns = self._read(f"{stem}_shape").tolist()
+        scale = self._read(f"{stem}_scale")
+        return from_packed_int4(self._read(f"{stem}_packed"), scale, (rows, columns), self.quantization.group_size)
+
+    def _read(self, name: str, index: int | None = None) -> Tensor:
+        """The stored tensor, or row `index` of its first axis."""
+        header = self.headers.get(name)
+        if header is None:
+            raise self._missing(name)
+        if header.dtype not in DTYPES or header.shape is None:
+            raise InputError(
+                wanted=f"{name} in one of {', '.join(DTYPES)}",
+                got=str(header.dtype),
+                where=str(self.folder / header.file),
+                next="give a checkpoint in a supported format",
+            )
+        shape = header.shape if index is None else header.shape[1:]
+        tensor = torch.empty(shape, dtype=DTYPES[header.dtype])
+        buffer = tensor.reshape(-1).view(torch.uint8).numpy()
+        with (self.folder / header.file).open("rb", buffering=0) as file:
+            file.seek(header.offset + (index or 0) * buffer.nbytes)
+            fill(file, memoryview(buffer))
+        return tensor
+
+    def _missing(self, name: str) -> InputError:
+        return InputError(
+            wanted=f"the tensor {name}",
+            got=f"no such tensor ({self.quantization.words})",
+            where=str(self.folder),
+            next="download the checkpoint again; if its names are of another architecture, report its config.json",
+        )
+
+
+def fill(file, buffer: memoryview) -> None:
+    """Read until `buffer` is full: one read may stop short of two gigabytes."""
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])
+        assert count, "the headers were checked against the file's size"
+        done += count
+
+
+def packed_name(name: str) -> str:
+    """compressed-tensors' name for the codes of `name`, which ends in `.weight`."""
+    return f"{name}_packed"
+
+
+def blocks_name(name: str) -> str:
+    return f"{name}_blocks"
+
+
+def scales_name(name: str) -> str:
+    return f"{name}_scales"
+
+
+def layer_prefix(headers: dict[str, TensorHeader], folder: Path) -> str:
+    """What stands before `layers.0.` and `embed_tokens.` of the language model: `model.`, `language_model.model.` ...
+
+    A vision tower has layers but no token embedding. Raises InputError where no name fits, or several do.
+    """
+    found = sorted(set(_prefixes(headers)))
+    if len(found) == 1:
+        return found[0]
+    raise InputError(
+        wanted="one decoder: PREFIX.embed_tokens.weight and PREFIX.layers.0.input_layernorm.weight",
+        got=f"prefixes {found}" if found else f"names such as {', '.join(sorted(headers)[:3])}",
+        where=str(folder),
+        next="this architecture is not known to the streaming reference: report it with its tensor names",
+    )
+
+
+def _prefixes(headers: dict[str, TensorHeader]) -> Iterator[str]:
+    suffix = "embed_tokens.weight"
+    for name in headers:
+        if name.endswith(suffix):
+            prefix = name.removesuffix(suffix)
+            if f"{prefix}layers.0.input_layernorm.weight" in headers:
+                yield prefix
