@@ -12,7 +12,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from eyas.errors import InputError
-from eyas.formats.quantization import Quantization, quantization_of, read_quantization, text_config
+from eyas.formats.quantization import Quantization, quantization_of, read_quantization
+from eyas.formats.target_config import text_config
 from eyas.models.dequantise import E2M1, from_fp8_blocks, from_mxfp4, from_packed_int4
 
 

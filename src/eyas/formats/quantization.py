@@ -5,13 +5,13 @@ Supported, as published: plain floats; block-scaled fp8 (DeepSeek-V3, Kimi-K2: `
 `weight_shape`). Any other is named and refused: guessing a layout would give states that match nothing.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import InputError
+from eyas.formats.target_config import TEXT_CONFIGS, read_config, read_json
 
 Scheme = Literal["none", "fp8", "mxfp4", "int4"]
 SUPPORTED = "plain floats, block-scaled fp8, MXFP4, or compressed-tensors pack-quantized int4 (symmetric, by group)"
@@ -48,7 +48,7 @@ def read_quantization(folder: Path) -> Quantization:
     declared = next((text["quantization_config"] for text in texts if text.get("quantization_config")), None)
     modelopt = folder / MODELOPT_FILE
     if declared is None and modelopt.is_file():
-        inner = _json(modelopt).get("quantization", {})
+        inner = read_json(modelopt).get("quantization", {})
         raise _refused(f"ModelOpt {inner.get('quant_algo', 'of an unknown kind')}", modelopt)
     return Quantization() if declared is None else quantization_of(declared, where)
 
@@ -92,42 +92,6 @@ def _compressed_tensors(declared: Mapping[str, Any], where: Path | str) -> Quant
     if type(group_size) is not int or group_size < 1:
         raise _refused(f"compressed-tensors pack-quantized with group_size = {group_size!r}", where)
     return Quantization("int4", group_size=group_size)
-
-
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Model types that are another's architecture under a name of their own."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is. Raises InputError where it is absent or no JSON object."""
-    return _json(folder / "config.json")
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's own config, also where it is nested in a multimodal one; `kimi_k2` reads as DeepSeek-V3.
-
-    `auto_map` (remote code) and the quantisation are left out: neither is ours to run.
-    """
-    nested = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)), config)
-    text = {name: value for name, value in nested.items() if name not in ("auto_map", "quantization_config")}
-    text["model_type"] = SAME_AS.get(text.get("model_type", ""), text.get("model_type"))
-    return text
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise _not_json(path, got) from error
-    if not isinstance(value, dict):
-        raise _not_json(path, f"a {type(value).__name__}")
-    return value
-
-
-def _not_json(path: Path, got: str) -> InputError:
-    return InputError(wanted="a JSON object", got=got, where=str(path), next="give a Hugging Face model folder")
 
 
 def _refused(name: str, where: Path | str) -> InputError:

@@ -8,6 +8,8 @@ Shapes: T tokens, H hidden, I intermediate, K experts a token, E experts.
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ LoadExpert = Callable[[int], dict[str, Tensor]]
 class StreamedExperts(nn.Module):
     """Takes the place of a family's experts module. Holds no parameters: `load` brings those of one expert.
 
-    Experts that no token chose are never read. `group` of them are held at once.
+    Experts that no token chose are never read. `group` of them are read at
+    once, each by a thread, and held at once.
     """
 
     def __init__(self, one: nn.Module, load: LoadExpert, group: int) -> None:
@@ -31,14 +34,14 @@ class StreamedExperts(nn.Module):
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
         total_TH = torch.zeros_like(hidden_TH)
         hit = chosen_TK.unique().tolist()
-        for start in range(0, len(hit), self.group):
-            group = [(expert, self.load(expert)) for expert in hit[start : start + self.group]]
-            for expert, state in group:
-                slot, token = torch.where(expert == chosen_TK.T)
-                state = {name: parameter.to(hidden_TH.device) for name, parameter in state.items()}
-                weights = weight_TK[token, slot, None]
-                out = run_one(self.one[0], state, hidden_TH[token], weights)
-                total_TH.index_add_(0, token, out)
+        with ThreadPoolExecutor(self.group) as pool:
+            for start in range(0, len(hit), self.group):
+                group = hit[start : start + self.group]
+                for expert, state in zip(group, pool.map(self.load, group), strict=True):
+                    slot, token = torch.where(expert == chosen_TK.T)
+                    state = {name: parameter.to(hidden_TH.device) for name, parameter in state.items()}
+                    out_MH = run_one(self.one[0], state, hidden_TH[token], weight_TK[token, slot, None])
+                    total_TH.index_add_(0, token, out_MH)
         return total_TH
 
 
@@ -48,7 +51,7 @@ def run_one(one: nn.Module, state: dict[str, Tensor], rows_MH: Tensor, weights_M
     return torch.func.functional_call(one, state, (rows_MH, chosen, weights_M1), strict=True)
 
 
-def one_expert(experts: nn.Module) -> nn.Module:
+def one_expert(experts: Any) -> nn.Module:
     """A module of `experts`' own class and config with a single expert, its parameters on the meta device."""
     config = copy.deepcopy(experts.config)
     config.num_local_experts = 1

@@ -9,26 +9,24 @@ Shapes: T tokens, H hidden size, n layers.
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eyas.errors import InputError
-from eyas.formats.quantization import read_config, text_config
+from eyas.formats.target_config import layer_prefix, read_config, text_config
 from eyas.models.experts import StreamedExperts, one_expert
-from eyas.models.streaming.weights import Checkpoint, layer_prefix
+from eyas.models.streaming.plan import BEYOND, EXPERT_GROUP
+from eyas.models.streaming.weights import Checkpoint
 from eyas.progress import Progress
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Model types whose checkpoint names are their modules' names, but for the experts."""
 PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter to the per-expert tensors that published checkpoints hold, stacked along the outputs."""
-EXPERT_GROUP = 4
-BEYOND = 2
-"""Boundaries computed above the highest one asked for: identify compares with the neighbours on both sides."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,8 @@ class Streamed:
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
-    decoder: PreTrainedModel
+    decoder: Any
+    """A PreTrainedModel with `layers`, `norm` and `rotary_emb`, as every family in ARCHITECTURES has."""
     prefix: str
 
     @property
@@ -55,7 +54,7 @@ def open_streamed(folder: Path) -> Streamed:
     checkpoint = Checkpoint.open(folder)
     config = streamed_config(folder)
     with torch.device("meta"):
-        decoder = AutoModel.from_config(config, dtype=torch.float32)
+        decoder: Any = AutoModel.from_config(config, dtype=torch.float32)
     decoder.eval().requires_grad_(False)
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # its tables are computed, not stored
     return Streamed(checkpoint, config, decoder, layer_prefix(checkpoint.headers, folder))
@@ -105,7 +104,7 @@ def embed(streamed: Streamed, ids: list[int]) -> Tensor:
 
 def prepare_layers(streamed: Streamed, device: torch.device | str, states: list[Tensor], bar: Progress) -> None:
     """Hook every layer: its input is kept, its weights come before its forward and go after it."""
-    checkpoint, one = streamed.checkpoint, None
+    checkpoint, one = streamed.checkpoint, cast(nn.Module | None, None)
 
     def fill(stem: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         states.append(args[0][0].cpu())

@@ -4,8 +4,8 @@ Plain file reads at the offsets the headers give: nothing is mapped, so the memo
 shards cost no more than one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -98,10 +98,10 @@ class Checkpoint:
             )
         shape = header.shape if index is None else header.shape[1:]
         tensor = torch.empty(shape, dtype=DTYPES[header.dtype])
-        buffer = tensor.reshape(-1).view(torch.uint8).numpy()
+        buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / header.file).open("rb", buffering=0) as file:
             file.seek(header.offset + (index or 0) * buffer.nbytes)
-            fill(file, memoryview(buffer))
+            fill(file, buffer)
         return tensor
 
     def _missing(self, name: str) -> InputError:
@@ -113,7 +113,7 @@ class Checkpoint:
         )
 
 
-def fill(file, buffer: memoryview) -> None:
+def fill(file: FileIO, buffer: memoryview) -> None:
     """Read until `buffer` is full: one read may stop short of two gigabytes."""
     done = 0
     while done < len(buffer):
@@ -133,28 +133,3 @@ def blocks_name(name: str) -> str:
 
 def scales_name(name: str) -> str:
     return f"{name}_scales"
-
-
-def layer_prefix(headers: dict[str, TensorHeader], folder: Path) -> str:
-    """What stands before `layers.0.` and `embed_tokens.` of the language model: `model.`, `language_model.model.` ...
-
-    A vision tower has layers but no token embedding. Raises InputError where no name fits, or several do.
-    """
-    found = sorted(set(_prefixes(headers)))
-    if len(found) == 1:
-        return found[0]
-    raise InputError(
-        wanted="one decoder: PREFIX.embed_tokens.weight and PREFIX.layers.0.input_layernorm.weight",
-        got=f"prefixes {found}" if found else f"names such as {', '.join(sorted(headers)[:3])}",
-        where=str(folder),
-        next="this architecture is not known to the streaming reference: report it with its tensor names",
-    )
-
-
-def _prefixes(headers: dict[str, TensorHeader]) -> Iterator[str]:
-    suffix = "embed_tokens.weight"
-    for name in headers:
-        if name.endswith(suffix):
-            prefix = name.removesuffix(suffix)
-            if f"{prefix}layers.0.input_layernorm.weight" in headers:
-                yield prefix
