@@ -8,16 +8,15 @@ import pytest
 from eyas.errors import InputError
 from eyas.run import (
     cache_folder,
-    finished,
     hash_bytes,
     is_complete,
     manifest_hash,
     read_manifest,
-    result_stage,
     verify_files,
     write_atomic,
     write_manifest,
 )
+from eyas.stage import completed, result_stage
 
 
 def make(folder: Path, stage: str = "prompts", **inputs: Path) -> None:
@@ -50,16 +49,16 @@ def test_an_input_is_remembered_by_the_hash_of_its_manifest(tmp_path: Path) -> N
 def test_a_stage_under_the_same_values_is_finished_and_under_others_is_refused_by_field(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b", "responses", prompts=tmp_path / "a")
-    same = finished(tmp_path / "b", "responses", settings={"seed": 1}, inputs={"prompts": tmp_path / "a"})
+    same = completed(tmp_path / "b", "responses", {"seed": 1}, {"prompts": tmp_path / "a"})
     assert same is not None
-    assert finished(tmp_path / "none", "responses", settings={}, inputs={}) is None
+    assert completed(tmp_path / "none", "responses", {}, {}) is None
     with pytest.raises(InputError, match=r"responses\.seed = 2"):
-        finished(tmp_path / "b", "responses", settings={"seed": 2}, inputs={"prompts": tmp_path / "a"})
+        completed(tmp_path / "b", "responses", {"seed": 2}, {"prompts": tmp_path / "a"})
     make(tmp_path / "a", "prompts")  # made again: another creation time, so another hash
     text = (tmp_path / "a" / "manifest.json").read_text().replace('"seconds": 0.5', '"seconds": 0.7')
     (tmp_path / "a" / "manifest.json").write_text(text)
-    with pytest.raises(InputError, match="input prompts"):
-        finished(tmp_path / "b", "responses", settings={"seed": 1}, inputs={"prompts": tmp_path / "a"})
+    with pytest.raises(InputError, match="the prompts it is made from"):
+        completed(tmp_path / "b", "responses", {"seed": 1}, {"prompts": tmp_path / "a"})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -178,39 +177,6 @@ def check_same(name: str, wanted: Any, got: Any, where: Path, next: str) -> None
     """Stop with the field's name where an input was made under another value."""
     if wanted != got:
         raise InputError(wanted=f"{name} = {wanted!r}", got=f"{name} = {got!r}", where=str(where), next=next)
-
-
-def finished(folder: Path, stage: str, *, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
-    """The manifest of a stage already done under these settings and inputs; None where it is still to do.
-
-    Raises InputError, naming the field, where the folder is complete but was made under other values.
-    """
-    if not is_complete(folder):
-        return None
-    manifest = read_manifest(folder, stage)
-    advice = f"give another --out, or remove {folder} to make it again"
-    for name in sorted(settings.keys() | manifest.settings.keys()):
-        check_same(f"{stage}.{name}", settings.get(name), manifest.settings.get(name), folder, advice)
-    for name in sorted(inputs.keys() | manifest.inputs.keys()):
-        wanted = manifest_hash(inputs[name]) if name in inputs else None
-        check_same(f"the hash of {stage}'s input {name}", wanted, manifest.inputs.get(name), folder, advice)
-    return manifest
-
-
-def result_stage(
-    folder: Path, stage: str, *, settings: JSON, inputs: dict[str, Path], compute: Callable[[], JSON]
-) -> tuple[JSON, bool]:
-    """A stage whose product is one JSON object, `result.json`: (result, whether it was read back)."""
-    path = folder / "result.json"
-    if finished(folder, stage, settings=settings, inputs=inputs) is not None:
-        return json.loads(path.read_text()), True
-    started = time.monotonic()
-    result = compute()
-    write_atomic(path, json.dumps(result, indent=1) + "\n")
-    files = {path.name: hash_file(path)}
-    seconds = time.monotonic() - started
-    write_manifest(folder, stage, settings=settings, inputs=inputs, files=files, facts={}, seconds=seconds)
-    return result, False
 
 
 def verify_files(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eyas.data.responses import RESPONSES, read_responses
 from eyas.data.shards import INDEX, Entry, Sample, pack, plan_shards, shard_name, write_index, write_shard
-from eyas.data.stage import Stage, begin, check_file
+from eyas.stage import Stage, begin, check_file
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries, default_boundaries
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target, record_boundaries

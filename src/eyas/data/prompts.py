@@ -3,7 +3,6 @@
 import hashlib
 import heapq
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from eyas.data.records import Message, Record, Tally, iter_records
 from eyas.errors import InputError, did_you_mean
 from eyas.progress import say
 from eyas.recipe import PromptsSettings
-from eyas.run import MANIFEST, Manifest, check_same, hash_file, is_complete, read_manifest, write_atomic, write_manifest
+from eyas.run import MANIFEST, Manifest, check_same, hash_file, read_manifest, write_atomic
+from eyas.stage import Stage, completed
 
 PROMPTS = "prompts.jsonl"
 Row = dict[str, Any]
@@ -25,20 +25,13 @@ def make_prompts(out: Path, settings: PromptsSettings) -> Manifest:
     Raises InputError where the source is missing or has too few prompts, or where `out` is complete under other
     settings or was made from another content of the source file. What was skipped or repaired is in `facts`.
     """
-    if is_complete(out):
-        return _complete(out, settings)
-    started = time.monotonic()
+    stage = Stage(out, "prompts", settings.model_dump(mode="json"), {})
+    if (manifest := completed(out, stage.name, stage.settings, {})) is not None:
+        return _same_source(out, settings, manifest)
     rows, facts = _bank_rows(settings) if settings.source == "bank" else _file_rows(Path(settings.source), settings)
     write_atomic(out / PROMPTS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return write_manifest(
-        out,
-        "prompts",
-        settings=settings.model_dump(mode="json"),
-        inputs={},
-        files={PROMPTS: hash_file(out / PROMPTS)},
-        facts={"train": settings.train, "heldout": settings.heldout, **facts},
-        seconds=time.monotonic() - started,
-    )
+    facts = {"train": settings.train, "heldout": settings.heldout, **facts}
+    return stage.finish(files={PROMPTS: hash_file(out / PROMPTS)}, facts=facts)
 
 
 def read_prompts(folder: Path) -> list[Row]:
@@ -58,13 +51,11 @@ def read_prompts(folder: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
 
 
-def _complete(out: Path, settings: PromptsSettings) -> Manifest:
-    manifest = read_manifest(out, "prompts")
-    again = f"give another --out, or remove {out} to make the prompts again"
-    for name, value in settings.model_dump(mode="json").items():
-        check_same(f"prompts.{name}", value, manifest.settings.get(name), out, again)
+def _same_source(out: Path, settings: PromptsSettings, manifest: Manifest) -> Manifest:
+    """The manifest, if the source file still has the content that the prompts were made from."""
     source = Path(settings.source)
     if "source_sha256" in manifest.facts and source.is_file():
+        again = f"give another --out, or remove {out} to make the prompts again"
         check_same("sha256 of prompts.source", hash_file(source), manifest.facts["source_sha256"], out, again)
     return manifest
 

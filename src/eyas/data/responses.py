@@ -19,7 +19,7 @@ import torch
 from eyas.data.decode import Answer, Request, decode
 from eyas.data.samples import Message, answerable_turns, render, template_facts
 from eyas.data.sampling import Sampler
-from eyas.data.stage import Stage, begin, check_file
+from eyas.stage import Stage, begin, check_file
 from eyas.errors import InputError
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.progress import Progress, say

@@ -12,7 +12,8 @@ from eyas.measure.bench import bench
 from eyas.pipeline.report import write_report
 from eyas.progress import say
 from eyas.recipe import BenchSettings, Recipe
-from eyas.run import JSON, Manifest, is_complete, read_manifest, result_stage, write_atomic
+from eyas.run import JSON, Manifest, is_complete, read_manifest, write_atomic
+from eyas.stage import result_stage
 from eyas.training.evaluate import evaluate
 from eyas.training.loop import train
 from eyas.wiring.check import check

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.data.shards import CaptureReader
-from eyas.data.stage import Stage, begin
+from eyas.stage import Stage, begin
 from eyas.errors import InputError
 from eyas.models.checkpoint import DraftInfo, load_draft, make_info
 from eyas.models.draft import Draft

@@ -1,4 +1,4 @@
-"""Begin, resume or skip a stage folder: one rule for all stages that work for longer than a kill takes to arrive.
+"""Begin, resume or skip a stage folder: one rule for all stages.
 
 An unfinished folder holds `progress.json`: the settings and inputs it was begun under, what was decided at the start
 (precision), and the seconds spent so far. It is compared before anything is resumed, and removed after the manifest.
@@ -6,6 +6,7 @@ An unfinished folder holds `progress.json`: the settings and inputs it was begun
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from eyas.run import (
 )
 
 PROGRESS = "progress.json"
+RESULT = "result.json"
 
 
 @dataclass
@@ -66,17 +68,25 @@ class Stage:
         return manifest
 
 
+def completed(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
+    """The manifest of a folder complete under these settings and inputs; None where the stage is still to do.
+
+    Raises InputError naming the field where it was made under other ones.
+    """
+    if not is_complete(folder):
+        return None
+    manifest = read_manifest(folder, name)
+    _compare(Stage(folder, name, json.loads(json.dumps(settings)), inputs), manifest.settings, manifest.inputs)
+    return manifest
+
+
 def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Stage:
     """Open `folder` for the stage `name`: new, resumed, or complete.
 
     Raises InputError naming the field where it was begun under other settings or from other inputs.
     """
-    settings = json.loads(json.dumps(settings))
-    stage = Stage(folder, name, settings, inputs)
-    if is_complete(folder):
-        manifest = read_manifest(folder, name)
-        _compare(stage, manifest.settings, manifest.inputs)
-        stage.complete = manifest
+    stage = Stage(folder, name, json.loads(json.dumps(settings)), inputs, completed(folder, name, settings, inputs))
+    if stage.complete is not None:
         return stage
     path = folder / PROGRESS
     if path.is_file():
@@ -96,10 +106,27 @@ def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> S
     return stage
 
 
+def result_stage(
+    folder: Path, name: str, *, settings: JSON, inputs: dict[str, Path], compute: Callable[[], JSON]
+) -> tuple[JSON, bool]:
+    """A stage whose product is one JSON object, `result.json`: (result, whether it was read back).
+
+    Nothing of it can be resumed, so nothing is written before it is whole.
+    """
+    if (manifest := completed(folder, name, settings, inputs)) is not None:
+        return json.loads(check_file(folder, RESULT, manifest).read_text()), True
+    stage = Stage(folder, name, settings, inputs)
+    result = compute()
+    write_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    stage.finish(files={RESULT: hash_file(folder / RESULT)}, facts={})
+    return result, False
+
+
 def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:
     advice = f"give another --out, or remove {stage.folder} to make it anew"
-    for key, value in _flat(stage.settings).items():
-        check_same(f"{stage.name}: {key}", value, _flat(settings).get(key), stage.folder, advice)
+    ours, theirs = _flat(stage.settings), _flat(settings)
+    for key in sorted(ours.keys() | theirs.keys()):
+        check_same(f"{stage.name}.{key}", ours.get(key), theirs.get(key), stage.folder, advice)
     for name, path in stage.inputs.items():
         check_same(f"the {name} it is made from", manifest_hash(path), inputs.get(name), stage.folder, advice)
 
