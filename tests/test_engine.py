@@ -163,7 +163,7 @@ def test_a_machine_without_row_invariance_is_told_aloud(
 
 def test_a_random_draft_changes_no_token(target: Target) -> None:
     engine = engine_of(target)
-    for prompt in prompts(12):
+    for prompt in prompts(6):
         plain = engine.generate(prompt, 40, 0, ignore_eos=True)
         fast = engine.generate(prompt, 40, 3, ignore_eos=True)
         assert fast.ids == plain.ids
@@ -175,10 +175,10 @@ def test_a_random_draft_changes_no_token(target: Target) -> None:
 def test_a_draft_right_by_turns_changes_no_token_at_any_accept_count(target: Target, num_steps: int) -> None:
     engine = engine_of(target, num_steps=num_steps)
     seen = set()
-    for period, prompt in enumerate(prompts(10), start=2):
-        plain = engine.generate(prompt, 60, 0, ignore_eos=True)
+    for period, prompt in enumerate(prompts(6), start=2):
+        plain = engine.generate(prompt, 40, 0, ignore_eos=True)
         engine.proposer = ReplayProposer(plain.ids, len(prompt), 259, lambda i, period=period: i % period == 0)
-        fast = engine.generate(prompt, 60, num_steps, ignore_eos=True)
+        fast = engine.generate(prompt, 40, num_steps, ignore_eos=True)
         assert fast.ids == plain.ids
         seen |= set(fast.rounds)
     assert seen == set(range(num_steps + 1))

@@ -41,7 +41,7 @@ def measure_costs(target: Target, draft: Draft, depths: Sequence[int]) -> StepCo
         install(group, fastest_kernels(group, counts))
     forward = TargetForward(target, draft.config.boundaries)
     proposer = ChainProposer(prepared(draft, target))
-    proposer.settle(most)
+    drafting = proposer.settle(most)
     ids = torch.randint(target.vocab_size, (CONTEXT + most,), generator=torch.Generator().manual_seed(0)).tolist()
     forward.cache.reserve(CONTEXT + most)
     proposer.cache.reserve(CONTEXT + most)
@@ -63,7 +63,7 @@ def measure_costs(target: Target, draft: Draft, depths: Sequence[int]) -> StepCo
         return StepCosts(rows[1], {depth: rows[depth + 1] for depth in depths}, _best(propose, depths))
     finally:
         forward.close()
-        uninstall([*layers, *head])
+        uninstall([*layers, *head, *drafting])
 
 
 def _best(work: Callable[[int], None], sizes: Sequence[int]) -> dict[int, float]:

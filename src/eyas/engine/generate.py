@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyas.engine.forward import TargetForward
 from eyas.engine.linear import uninstall
-from eyas.engine.propose import ChainProposer, prepared
+from eyas.engine.propose import ChainProposer, Proposer, prepared
 from eyas.engine.settle import layer_linears, settle
 from eyas.engine.verify import Finish, judge
 from eyas.errors import InputError
@@ -62,18 +62,20 @@ class Engine:
         self.target, self.num_steps = target, num_steps
         boundaries = () if draft is None else draft.config.boundaries
         self.forward = TargetForward(target, boundaries)
-        self.proposer = None if draft is None else ChainProposer(prepared(draft, target))
+        chain = None if draft is None else ChainProposer(prepared(draft, target))
+        self.proposer: Proposer | None = chain
+        self._linears = [*layer_linears(target), target.head]
         with torch.inference_mode():
             self.facts = settle(self.forward, num_steps + 1, kernels)
-            if self.proposer is not None:
-                self.proposer.settle(num_steps + 1, kernels)
+            if chain is not None:
+                self._linears += chain.settle(num_steps + 1, kernels)
         if announce:
             say(self.facts.describe())
 
     def close(self) -> None:
-        """Give the target its own attention and linears back."""
+        """Give target and draft their own attention and linears back."""
         self.forward.close()
-        uninstall([*layer_linears(self.target), self.target.head])
+        uninstall(self._linears)
 
     @torch.inference_mode()
     def generate(

@@ -9,6 +9,7 @@ Shapes: B batch (1), R rows, A width of the taps, H hidden, D draft vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,19 @@ from eyas.models.draft import Draft
 from eyas.models.target import Target
 
 
+class Proposer(Protocol):
+    """What the engine asks of anything that drafts for it."""
+
+    cache: KVCache
+
+    def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
+        """Rows start... are verified: the target's taps of those tokens, and the ids that follow each."""
+
+    def propose(self, num_steps: int) -> list[int]:
+        """The next `num_steps` tokens after the last observed id."""
+        ...
+
+
 class ChainProposer:
     """Drafts greedily, one token a step, batch 1."""
 
@@ -29,12 +43,15 @@ class ChainProposer:
         self._last_B1H: Tensor | None = None
         self._next_row = 0
 
-    def settle(self, most: int, kernels: str = "auto") -> None:
-        """Choose the draft's kernels for 1..`most` rows; its rows need no fixed bits, so each count takes its own."""
+    def settle(self, most: int, kernels: str = "auto") -> list[nn.Linear]:
+        """Choose kernels for 1..`most` rows of the draft's linears, and return these.
+
+        Its rows need no fixed bits, so each row count takes its own fastest.
+        """
         linears = [module for module in self.draft.modules() if isinstance(module, nn.Linear)]
         counts = range(1, most + 1)
-        choice = fastest_kernels(linears, counts) if kernels == "auto" else dict.fromkeys(counts, kernels)
-        install(linears, choice)
+        install(linears, fastest_kernels(linears, counts) if kernels == "auto" else dict.fromkeys(counts, kernels))
+        return linears
 
     def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
         """Write rows start... from the target's taps of those tokens and the ids of the tokens that follow each.
