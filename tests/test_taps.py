@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from eyas.errors import InputError
 from eyas.formats.engines import KNOWN, parse_engine, releases, version_key
 from eyas.formats.taps import (
-    FIRST_ID_RULE,
     OFFSETS,
-    OUTPUT_IDS,
     TapKeys,
     captures,
     check_boundaries,
@@ -20,6 +18,7 @@ from eyas.formats.taps import (
     ids_for,
     to_dialect,
 )
+from eyas.formats.targets import FIRST_ID_RULE, OUTPUT_IDS
 
 DEFAULT_61 = (2, 30, 58)
 # nested ids: SGLang llama/qwen, deepseek_v2/Kimi, gpt_oss rule; vLLM with the ids honoured; vLLM V2, nested only

@@ -14,6 +14,15 @@ from typing import Any
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.engines import Engine
 from eyas.formats.problem import Problem
+from eyas.formats.targets import (
+    FIRST_ID_RULE,
+    NO_SETTER,
+    REACHES_LAST,
+    UNPROVEN,
+    VLLM_020_NAMES,
+    VLLM_DEEPSEEK,
+    sglang_since,
+)
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -106,19 +115,6 @@ def _refuse_post_norm(boundaries: Iterable[int], num_hidden_layers: int) -> None
 
 # Engines ----------------------------------------------------------------------------------------------------------
 
-FIRST_ID_RULE = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
-"""SGLang's deepseek_v2 class, what delegates to it, and glm4_moe_lite."""
-# fmt: off
-OUTPUT_IDS = frozenset({
-    "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl",
-    "glm4_moe", "minimax_m2", "minimax_m3", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "longcat",
-    "longcat_flash", "exaone_moe", "apertus", "bailing_moe", "glm5_next", "qwen3_5", "qwen3_5_text",
-})
-# fmt: on
-"""model_types of the SGLang classes that always add 1."""
-NO_SETTER = frozenset({"kimi_linear", "kimi_k3", "deepseek_v4", "llama4_text"})
-"""SGLang classes without set_eagle3_layers_to_capture: the server refuses to start."""
-
 
 @dataclass(frozen=True)
 class TapKeys:
@@ -199,7 +195,7 @@ def _collect(ids: tuple[int, ...], shift: int, allowed: Callable[[int], bool], n
     """Membership test in a loop over layers: ascending, duplicates once, ids that name no layer missing in silence."""
     got = tuple(boundary for boundary in sorted({layer + shift for layer in ids}) if allowed(boundary))
     problems = []
-    if len(got) < len(ids):
+    if len(got) < len(ids) or not ids:
         problems.append(
             Problem(
                 "tap_missing",
@@ -236,11 +232,11 @@ def _absent(code: str, key: str, found: str) -> Problem:
 
 def _sglang(engine: Engine, keys: TapKeys, target_type: str | None, n: int | None) -> Capture:
     key = f"eagle_config.{IDS_KEY}"
-    known = target_type in FIRST_ID_RULE or target_type in OUTPUT_IDS or target_type in {"gpt_oss", "minimax_m3_vl"}
     if not keys.use_aux:
         return _no_taps()
-    if target_type is None or not known:
-        return _unknown_class(engine, target_type)
+    since = None if target_type is None else sglang_since(target_type)
+    if target_type is None or since is None or not engine.since(since):
+        return _unknown_class(engine, target_type, since)
     if keys.nested is None:
         plus = 1 if target_type == "minimax_m3_vl" else 0
         words = "[3, n//2+1, n-2]" if plus else "[2, n//2, n-3]"
@@ -248,7 +244,8 @@ def _sglang(engine: Engine, keys: TapKeys, target_type: str | None, n: int | Non
     shift, rule = _sglang_shift(engine, keys.nested, target_type, n)
     if n is None:
         return Capture(None, rule + "; the target's depth is unknown")
-    deepest = n if target_type == "gpt_oss" and engine.since("0.5.17") else n - 1
+    reaches = target_type in REACHES_LAST or (target_type == "gpt_oss" and engine.since("0.5.17"))
+    deepest = n if reaches else n - 1
     return _collect(keys.nested, shift, lambda boundary: 0 <= boundary <= deepest, n, key, rule)
 
 
@@ -274,16 +271,17 @@ def _no_taps() -> Capture:
     return Capture((), "use_aux_hidden_state is false: no taps, the last normed state", (problem,))
 
 
-def _unknown_class(engine: Engine, target_type: str | None) -> Capture:
+def _unknown_class(engine: Engine, target_type: str | None, since: str | None = None) -> Capture:
     if target_type is None:
-        return Capture(None, "SGLang's rule depends on the target class, which is unknown")
-    refused = target_type in NO_SETTER
+        return Capture(None, f"{engine.name}'s rule depends on the target class, which is unknown")
+    refused = target_type in NO_SETTER or (since is not None and target_type not in UNPROVEN)
+    words = f"{target_type}, which cannot capture states" + (f" before {since}" if since else "")
     problem = Problem(
         "architecture_unknown",
         where="target model_type",
         expected=f"a target class whose rule in {engine} is known",
-        found=f"{target_type}, which cannot capture states" if refused else target_type,
-        fix="measure what the engine captures (eyas check --trace)",
+        found=words if refused else target_type,
+        fix=f"use {engine.name}@{since} or newer" if since else "measure what the engine captures (eyas check --trace)",
         severity="error" if refused else "warning",
     )
     return Capture(None, f"no known rule for a {target_type} target", (problem,))
@@ -299,19 +297,22 @@ def _defaulted(default: tuple[int, ...] | None, words: str, key: str, other: boo
 
 
 def _vllm(engine: Engine, keys: TapKeys, target_type: str | None, n: int | None) -> Capture:
-    fallback, name = (keys.layer_ids, "layer_ids") if engine.runner == "v2" else (keys.nested, IDS_KEY)
     runner = "Model Runner V2" if engine.runner == "v2" else "V1 runner"
-    ids, key = (keys.top, IDS_KEY) if keys.top is not None else (fallback, f"eagle_config.{name}")
     if not keys.use_aux:
         return _no_taps()
+    if target_type is not None and not engine.since("0.24") and not any(part in target_type for part in VLLM_020_NAMES):
+        return _unknown_class(engine, target_type, "0.24")
+    fallback, name = _vllm_fallback(engine, keys)
+    ids, key = (keys.top, IDS_KEY) if keys.top else (fallback, f"eagle_config.{name}")
     if not ids:
-        unread = keys.nested if engine.runner == "v2" else keys.layer_ids
-        why = f"{runner} reads the top level and eagle_config.{name}"
+        unread = keys.layer_ids if name == IDS_KEY else keys.nested if name else keys.nested or keys.layer_ids
+        why = f"{runner} reads the top level" + (f" and eagle_config.{name}" if name else " only")
         return _defaulted(_default(n), "[2, n//2, n-3]", IDS_KEY, bool(unread), why)
     rule = f"{runner}: {key}, the id itself"
     if n is None:
         return Capture(None, rule + "; the target's depth is unknown")
-    if 0 in ids and target_type in FIRST_ID_RULE - {"glm4_moe_lite"}:
+    own_loop = target_type in VLLM_DEEPSEEK
+    if 0 in ids and own_loop:
         problem = Problem(
             "tap_embedding",
             where=key,
@@ -320,7 +321,15 @@ def _vllm(engine: Engine, keys: TapKeys, target_type: str | None, n: int | None)
             fix="train without the embedding as a tap, or serve with SGLang",
         )
         return Capture(None, rule + "; boundary 0 fails on the deepseek_v2 class", (problem,))
-    return _collect(ids, 0, lambda boundary: 0 <= boundary <= n, n, key, rule)
+    deepest = n - 1 if own_loop and not engine.since("0.32") else n
+    return _collect(ids, 0, lambda boundary: 0 <= boundary <= deepest, n, key, rule)
+
+
+def _vllm_fallback(engine: Engine, keys: TapKeys) -> tuple[tuple[int, ...] | None, str | None]:
+    """The nested ids this runner falls back to, and their key; (None, None) where it reads the top level only."""
+    if engine.runner == "v2":
+        return (keys.layer_ids, "layer_ids") if engine.since("0.32") else (None, None)
+    return (keys.nested, IDS_KEY) if engine.since("0.24") else (None, None)
 
 
 def _llamacpp(engine: Engine, keys: TapKeys, target_type: str | None, n: int | None) -> Capture:
