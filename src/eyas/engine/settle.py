@@ -1,7 +1,7 @@
 """What an engine settles at start: kernels, and the smallest row bucket in which a row keeps its bits.
 
 Running as many rows as there are, unpadded, is not among the candidates even where a self-test passes it: attention
-kernels were seen to agree at one cache length and part at another (docs/decisions/0010-one-row-bucket.md).
+kernels were seen to agree at one cache length and part at another (docs/decisions/0020-one-row-bucket.md).
 """
 
 from collections.abc import Sequence

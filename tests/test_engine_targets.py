@@ -1,0 +1,96 @@
+"""The engine runs other architectures through transformers' own modules, and refuses those whose attention it lacks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from eyas.engine.generate import Engine
+from eyas.errors import InputError
+from eyas.formats.draft_config import TargetIdentity
+from eyas.models.target import Target
+from tiny import tiny_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+}
+KNOWN = [
+    Qwen3Config(**SHAPE),
+    MistralConfig(**SHAPE, sliding_window=7),
+    Gemma3TextConfig(**SHAPE, sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2),
+    GraniteConfig(**SHAPE, logits_scaling=3.0, attention_multiplier=0.2),
+    Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+]
+
+
+def target_of(config: PreTrainedConfig) -> Target:
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
+    identity = TargetIdentity(
+        name=config.model_type,
+        weights_hash="",
+        model_type=config.model_type,
+        num_hidden_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+    return Target(model, tiny_tokenizer(), Path(), identity, torch.float32)
+
+
+@pytest.mark.parametrize("config", KNOWN, ids=lambda config: config.model_type)
+def test_rows_and_texts_are_those_of_the_architectures_own_forward(config: PreTrainedConfig) -> None:
+    target = target_of(config)
+    prompt = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    engine = Engine(target, num_steps=3, kernels="torch", announce=False)
+    # Experts multiply as many rows as were routed to them, which no bucket fixes: the engine says so at start.
+    assert engine.facts.lossless or config.model_type == "qwen3_moe"
+    text = list(engine.generate(prompt, 24, ignore_eos=True).ids)
+    with torch.inference_mode():
+        engine.forward.cache.reserve(80)
+        engine.forward.prefill(prompt[:20])
+        rows = torch.cat([engine.forward.logits(engine.forward.verify(prompt[i : i + 4], i)) for i in range(20, 40, 4)])
+        engine.close()
+        logits = target.model(torch.tensor([[*prompt, *text]])).logits[0]
+    torch.testing.assert_close(rows, logits[20:40], atol=1e-3, rtol=1e-3)
+    assert text == logits[39:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(Gemma2Config(**SHAPE), "softcap"), (GptOssConfig(**SHAPE, num_local_experts=2), "s_aux")],
+    ids=["gemma2", "gpt_oss"],
+)
+def test_attention_the_engine_lacks_is_refused(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        Engine(target_of(config), kernels="torch", announce=False)
+
+
+def test_a_target_with_layers_of_another_kind_is_refused() -> None:
+    config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"])
+    with pytest.raises(InputError, match="scaled dot-product attention"):
+        Engine(target_of(config), kernels="torch", announce=False)
