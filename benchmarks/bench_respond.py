@@ -1,6 +1,6 @@
 """Tokens a second of the respond stage's decoding on the default target.
 
-    python benchmarks/bench_respond.py --prompts PROMPTS.jsonl --limit 160 --batch-size 64 --max-new-tokens 256
+python benchmarks/bench_respond.py --prompts PROMPTS.jsonl --limit 160 --batch-size 64 --max-new-tokens 256
 """
 
 import argparse
