@@ -1,0 +1,285 @@
+"""Training: resumes to the same bits, stops by name, refuses what is not its own, and learns."""
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyas.data.shards import CaptureReader
+from eyas.errors import InputError
+from eyas.models.checkpoint import draft_tensors, load_draft
+from eyas.models.target import Target, load_target
+from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
+from eyas.run import Manifest, read_manifest
+from eyas.training import loop, trainer_state
+from eyas.training.batches import order, pack
+from eyas.training.evaluate import evaluate
+from eyas.training.initialise import draft_config, gain, new_draft
+from eyas.training.loop import learning_rate, train
+from eyas.training.teacher import Teacher
+from made_captures import BOUNDARIES, made, make_samples, write_captures
+
+SHAPE = DraftSettings(vocab_size=128)
+SETTINGS = TrainSettings(epochs=4, batch_tokens=64, ttt_length=3, save_every=3, precision="float32")
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    return made(tmp_path_factory.mktemp("captures") / "captures", tiny_target)[0]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(str(tiny_target))
+
+
+@pytest.fixture
+def run(tiny_target: Path) -> Callable[..., Manifest]:
+    def call(captures: Path, out: Path, settings: TrainSettings = SETTINGS, shape: DraftSettings = SHAPE) -> Manifest:
+        return train(captures, out, settings, shape, TargetSettings(name=str(tiny_target)))
+
+    return call
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, act: Callable[[], None]) -> None:
+    """Call `act` in the middle of optimiser step `steps` + 1."""
+    advance = loop.Trainer.advance
+
+    def stopping(trainer: loop.Trainer) -> dict:
+        if trainer.step == steps:
+            act()
+        return advance(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "advance", stopping)
+
+
+def kill() -> None:
+    raise RuntimeError("killed")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return draft_tensors(load_draft(out)[0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    settings = SETTINGS.model_copy(update={"accumulate": accumulate})
+    whole = run(captures, tmp_path / "whole", settings)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5, kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(captures, tmp_path / "cut", settings)
+    assert [folder.name for folder in trainer_state.step_folders(tmp_path / "cut")] == ["step-3"]
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # a line cut by the kill
+    resumed = run(captures, tmp_path / "cut", settings)
+    assert whole.facts["draft"] == resumed.facts["draft"]
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "cut")
+    ]
+    assert [line["step"] for line in lines[1]] == list(range(1, len(lines[0]) + 1))
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_resumable_folder(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(captures, tmp_path / "draft")
+    assert [folder.name for folder in trainer_state.step_folders(tmp_path / "draft")] == ["step-3", "step-5"]
+    assert not (tmp_path / "draft" / "manifest.json").exists()
+    assert run(captures, tmp_path / "draft").facts["steps"] > 5
+
+
+def test_only_the_last_two_checkpoints_are_kept_and_the_manifest_names_the_newest(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest]
+) -> None:
+    manifest = run(captures, tmp_path / "draft")
+    folders = trainer_state.step_folders(tmp_path / "draft")
+    assert len(folders) == 2 and folders[-1].name == manifest.facts["draft"]
+    assert manifest == read_manifest(tmp_path / "draft", "draft")
+    assert run(captures, tmp_path / "draft") == manifest, "done: nothing is computed again"
+    assert manifest.facts["vocabulary_coverage"] > 0.5
+    names = {path.name for path in folders[-1].iterdir()}
+    assert names == {"config.json", "model.safetensors", "trainer_state.safetensors", "trainer.json"}
+
+
+def test_other_settings_or_captures_do_not_resume(
+    captures: Path, tmp_path: Path, tiny_target: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, kill)
+        with pytest.raises(RuntimeError):
+            run(captures, tmp_path / "draft")
+    with pytest.raises(InputError, match="learning_rate"):
+        run(captures, tmp_path / "draft", SETTINGS.model_copy(update={"learning_rate": 0.5}))
+    with pytest.raises(InputError, match="fc_norm"):
+        run(captures, tmp_path / "draft", shape=SHAPE.model_copy(update={"fc_norm": False}))
+    other, _ = made(tmp_path / "other", tiny_target, train=3)
+    with pytest.raises(InputError, match="captures"):
+        run(other, tmp_path / "draft")
+
+
+def test_a_loss_that_is_not_finite_names_the_samples_and_keeps_the_checkpoint(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest]
+) -> None:
+    samples = make_samples(target, train=6, heldout=0)
+    poisoned = replace(samples[4], taps_TA=samples[4].taps_TA.clone())
+    poisoned.taps_TA[6] = float("nan")
+    folder = write_captures(tmp_path / "captures", target, [*samples[:4], poisoned, samples[5]])
+    settings = SETTINGS.model_copy(update={"save_every": 1, "batch_tokens": 32, "seed": 1})
+    with pytest.raises(InputError) as caught:
+        run(folder, tmp_path / "draft", settings)
+    assert "sample-4" in caught.value.got and "sample-0" not in caught.value.got
+    for kept in trainer_state.step_folders(tmp_path / "draft"):
+        assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(kept)[0]).values())
+
+
+def test_a_full_disk_is_said_and_the_last_checkpoint_stays_whole(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = trainer_state.write_atomic
+
+    def full(path: Path, data: str | bytes) -> None:
+        if "step-6" in str(path) and path.name == trainer_state.STATE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_state, "write_atomic", full)
+        with pytest.raises(InputError, match="No space left"):
+            run(captures, tmp_path / "draft")
+    assert [path.name for path in sorted(tmp_path.glob("draft/*step-*"))] == ["step-3"]
+    assert run(captures, tmp_path / "draft").facts["steps"] > 6
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"tokenizer_hash": "other"}, "tokenizer_hash"),
+        ({"template_hash": "other"}, "template_hash"),
+        ({"boundaries": [2, 4]}, "shard-00000"),
+    ],
+)
+def test_captures_of_another_make_are_refused_by_the_fields_name(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest], facts: dict[str, object], words: str
+) -> None:
+    folder = write_captures(tmp_path / "captures", target, make_samples(target, 2, 0), **facts)
+    with pytest.raises(InputError, match=words):
+        run(folder, tmp_path / "draft")
+
+
+@pytest.mark.parametrize("field", ["weights_hash", "hidden_size", "vocab_size", "num_hidden_layers"])
+def test_captures_of_another_target_are_refused_by_the_fields_name(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest], field: str
+) -> None:
+    other = {**target.identity.model_dump(), field: "other" if field == "weights_hash" else 9}
+    samples = make_samples(target, 1, 0)
+    if field == "hidden_size":
+        samples = [replace(samples[0], taps_TA=samples[0].taps_TA[:, :27], last_hidden_TH=samples[0].taps_TA[:, :9])]
+    folder = write_captures(tmp_path / "captures", target, samples, target=other)
+    with pytest.raises(InputError, match=field):
+        run(folder, tmp_path / "draft")
+
+
+def test_an_empty_mask_is_refused_unless_all_tokens_are_trained_on(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest]
+) -> None:
+    samples = [replace(one, loss_mask_T=torch.zeros_like(one.loss_mask_T)) for one in make_samples(target, 3, 0)]
+    folder = write_captures(tmp_path / "captures", target, samples)
+    with pytest.raises(InputError, match="empty loss mask"):
+        run(folder, tmp_path / "draft")
+    settings = SETTINGS.model_copy(update={"loss_on": "all", "epochs": 1})
+    assert run(folder, tmp_path / "all", settings).facts["tokens"] == sum(len(one.ids_T) for one in samples)
+    assert (tmp_path / "all" / "argmax.int32").stat().st_size == 4 * sum(len(one.ids_T) for one in samples)
+
+
+def test_held_out_samples_are_never_trained_on(captures: Path, tmp_path: Path, run: Callable[..., Manifest]) -> None:
+    train_tokens = sum(entry.length for entry in CaptureReader(captures).samples if entry.split == "train")
+    settings = SETTINGS.model_copy(update={"epochs": 1})
+    assert run(captures, tmp_path / "draft", settings).facts["tokens"] == train_tokens
+
+
+@pytest.mark.parametrize("initialise", ["target", "random"])
+def test_one_sample_is_learned_by_heart(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest], tiny_target: Path, initialise: str
+) -> None:
+    """The self-test of the whole path: capture, mask, shift, teacher, loss, feedback, evaluation."""
+    sample = make_samples(target, 1, 0, limit=24)[0]
+    folder = write_captures(tmp_path / "captures", target, [sample])
+    settings = SETTINGS.model_copy(
+        update={"epochs": 300, "batch_tokens": 32, "learning_rate": 5e-3, "save_every": 1000, "initialise": initialise}
+    )
+    run(folder, tmp_path / "draft", settings, DraftSettings(vocab_size=259))
+    last = json.loads((tmp_path / "draft" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["accuracy"] == [1.0, 1.0, 1.0]
+    named = TargetSettings(name=str(tiny_target))
+    found = evaluate(tmp_path / "draft", folder, EvaluateSettings(steps=3), named, split="train")
+    assert found["accuracy"] == found["survival"] == [1.0, 1.0, 1.0] and found["accept_length"] == 4.0
+
+
+def test_the_teacher_is_the_target_itself(target: Target) -> None:
+    sample = make_samples(target, 1, 0)[0]
+    with torch.no_grad():
+        logits_TV = target.model(input_ids=sample.ids_T[None]).logits[0]
+    words = torch.arange(0, 259, 2)
+    teacher = Teacher(target, words, "before")
+    torch.testing.assert_close(teacher.probabilities(sample.last_hidden_TH), logits_TV[:, words].softmax(-1))
+    assert torch.equal(teacher.argmax(sample.last_hidden_TH), logits_TV.argmax(-1))
+    normed = target.final_norm(sample.last_hidden_TH)
+    assert torch.equal(Teacher(target, words, "after").argmax(normed), logits_TV.argmax(-1))
+
+
+def test_a_draft_started_from_the_target_has_its_head_and_norms(target: Target) -> None:
+    config = draft_config(target, BOUNDARIES, SHAPE)
+    draft = new_draft(target, config, torch.arange(259), "target", seed=0)
+    words = torch.arange(128) + draft.d2t
+    assert torch.equal(draft.lm_head.weight, target.head.weight[words])
+    torch.testing.assert_close(draft.norm.weight, target.final_norm.weight)
+    last = dict(target.layers[-1].named_parameters())
+    mine = dict(draft.layers[0].named_parameters())
+    assert torch.equal(mine["mlp.up_proj.weight"], last["mlp.up_proj.weight"])
+    assert torch.equal(mine["self_attn.k_proj.weight"][:, 64:], last["self_attn.k_proj.weight"])
+    torch.testing.assert_close(mine["hidden_norm.weight"], last["input_layernorm.weight"])
+    assert config.rope_theta == 10_000.0 and config.max_position_embeddings == 1024
+    assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (128, 2, 16)
+
+
+def test_the_gain_of_a_norm_is_seen_whatever_its_spelling() -> None:
+    class OnePlus(torch.nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+    norm = OnePlus(4, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([0.0, 1.0, -0.5, 2.0]))
+        torch.testing.assert_close(gain(norm, torch.zeros(4)), torch.tensor([1.0, 2.0, 0.5, 3.0]))
+        assert gain(torch.nn.LayerNorm(4), torch.zeros(4)).tolist() == [1, 1, 1, 1]
+
+
+def test_each_epoch_holds_every_sample_once_and_batches_keep_their_size() -> None:
+    indices = order(5, 2.4, seed=3)
+    assert sorted(indices[:5]) == sorted(indices[5:10]) == [0, 1, 2, 3, 4] and len(indices) == 12
+    assert indices == order(5, 2.4, seed=3) != order(5, 2.4, seed=4)
+    assert pack([0, 1, 2, 0], [6, 3, 20], 10) == [[0, 1], [2], [0]]
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
+    settings = TrainSettings(learning_rate=1.0, warmup=0.1, final_learning_rate=0.1)
+    rates = [learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
