@@ -182,8 +182,8 @@ def capture_batch(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """One forward of the backbone over samples of ids; for each its taps [T, A], boundary n [T, H] and ids [T].
 
-    Which other samples share the forward changes a state by no more than the matrix kernels' blocking does: nothing
-    in bfloat16 on CPUs tried, last bits in float32 (docs/decisions/0020-captures.md).
+    Which other samples share the forward changes a state by no more than the kernels' blocking does: 1e-6 of its norm
+    in float32, 2e-2 in bfloat16 (measured on the default target; docs/decisions/0032-captures.md).
     """
     n = target.num_hidden_layers
     width = max(map(len, batch))
