@@ -86,8 +86,12 @@ def test_rows_and_texts_are_those_of_the_architectures_own_forward(config: PreTr
     ids=["gemma2", "gpt_oss"],
 )
 def test_attention_the_engine_lacks_is_refused(config: PreTrainedConfig, reason: str) -> None:
+    target = target_of(config)
+    own = target.model.config._attn_implementation
     with pytest.raises(InputError, match=reason):
-        Engine(target_of(config), kernels="torch", announce=False)
+        Engine(target, kernels="torch", announce=False)
+    assert target.model.config._attn_implementation == own
+    assert "forward" not in target.head.__dict__
 
 
 def test_a_target_with_layers_of_another_kind_is_refused() -> None:

@@ -29,6 +29,7 @@ class TargetForward:
         if boundaries:
             check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
         register()
+        self._own_attention = target.model.config._attn_implementation or "sdpa"
         target.model.set_attn_implementation(ATTENTION)
         self.target, self.rows = target, rows
         self.boundaries = tuple(boundaries)
@@ -39,10 +40,10 @@ class TargetForward:
         self._hooks = [self._hook(boundary) for boundary in self.boundaries]
 
     def close(self) -> None:
-        """Take the hooks off the target and give it transformers' own attention back."""
+        """Take the hooks off the target and give it its own attention back."""
         for hook in self._hooks:
             hook.remove()
-        self.target.model.set_attn_implementation("sdpa")
+        self.target.model.set_attn_implementation(self._own_attention)
 
     def prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A]."""

@@ -47,7 +47,8 @@ class Engine:
     """A target, and a draft if any, ready to generate.
 
     `num_steps` is the longest chain it will be asked for: it fixes the row bucket. `kernels` "auto" measures, "torch"
-    keeps F.linear. The target's modules are used in place (attention and linears are exchanged): close() undoes it.
+    keeps F.linear. The target's modules are used in place (attention and linears are exchanged), so one engine at a
+    time owns a target: close() gives it back.
     """
 
     def __init__(
@@ -65,10 +66,14 @@ class Engine:
         chain = None if draft is None else ChainProposer(prepared(draft, target))
         self.proposer: Proposer | None = chain
         self._linears = [*layer_linears(target), target.head]
-        with torch.inference_mode():
-            self.facts = settle(self.forward, num_steps + 1, kernels)
-            if chain is not None:
-                self._linears += chain.settle(num_steps + 1, kernels)
+        try:
+            with torch.inference_mode():
+                self.facts = settle(self.forward, num_steps + 1, kernels)
+                if chain is not None:
+                    self._linears += chain.settle(num_steps + 1, kernels)
+        except InputError:
+            self.close()
+            raise
         if announce:
             say(self.facts.describe())
 
