@@ -35,6 +35,7 @@ from eyas.recipe import (
     validate,
 )
 from eyas.run import Manifest, disk_error
+from eyas.wiring.static_checks import check_static
 
 INTERRUPTED = 130
 
@@ -210,15 +211,23 @@ def check(
     draft: Path | None = None,
     export: Path | None = None,
     target: str | None = None,
+    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
     trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> int:
-    """Is training wired as serving will be? Runs every check that what was given allows."""
+    """Is training wired as serving will be? Runs every check that what was given allows.
+
+    With --engine (sglang@0.5.23, vllm@0.33.0, vllm@0.33.0/v1, ...; may be repeated) and only a draft or its
+    config.json: what that engine would do with it, without starting it.
+    """
 
     def work() -> dict[str, Any]:
+        served = draft or export
+        if engine and served is not None and captures is None and (draft is None or export is None):
+            return check_static(served, engine, target)
         from eyas.wiring.check import check
 
-        return check(target, captures, draft, export, trust_remote_code)
+        return check(target, captures, draft, export, trust_remote_code, engine or ())
 
     result = finish(common, Plan("check", [captures, draft, export, target], []), work)
     return 1 if result.get("verdict") == "fail" else 0
@@ -265,9 +274,20 @@ def run(
 
 
 @app.command
-def inspect(path: Path, *, verify: bool = False, common: Common = FLAGS) -> None:
-    """What a folder or file is, its taps in every dialect, its problems."""
-    finish(common, Plan("inspect", [path], []), lambda: inspect_path(path, verify=verify))
+def inspect(
+    path: Path,
+    *,
+    verify: bool = False,
+    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
+    target: str | None = None,
+    common: Common = FLAGS,
+) -> None:
+    """What a folder or file is, its taps in every dialect, its problems; with --engine, what that engine would do."""
+
+    def work() -> dict[str, Any]:
+        return inspect_path(path, verify=verify, engines=engine or (), target=target)
+
+    finish(common, Plan("inspect", [path], []), work)
 
 
 @app.command(name="doctor")

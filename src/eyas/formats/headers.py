@@ -71,6 +71,24 @@ def read_file(path: Path) -> dict[str, TensorHeader]:
     return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
+def read_tensor_bytes(path: Path, name: str) -> bytes:
+    """The bytes of one small tensor of a file, or of the folder or index it is found through.
+
+    Raises InputError as `read_headers` does, and where no file holds it.
+    """
+    if path.is_dir():
+        path = path / INDEX if (path / INDEX).is_file() else path / WEIGHTS
+    file = path.parent / read_headers(path)[name].file if path.name.endswith(".index.json") else path
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        entry = json.loads(stream.read(length)).get(name)
+        if entry is None:
+            raise _bad(file, f"no tensor {name!r}")
+        begin, end = entry["data_offsets"]
+        stream.seek(8 + length + begin)
+        return stream.read(end - begin)
+
+
 def _tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorHeader:
     try:
         shape, dtype, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]

@@ -8,7 +8,7 @@ read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.errors import InputError, did_you_mean
@@ -155,13 +155,15 @@ class Capture:
     boundaries: tuple[int, ...] | None
     rule: str
     problems: tuple[Problem, ...] = ()
+    unbounded: tuple[int, ...] | None = None
+    """Where only the target's depth is unknown: the boundaries, if it is deep enough."""
 
 
 def captures(engine: Engine, keys: TapKeys, target_type: str | None, num_hidden_layers: int | None) -> Capture:
     """The boundaries `engine` captures from `keys` on a target of that model_type and depth, and by which rule."""
     read = {"sglang": _sglang, "vllm": _vllm, "llamacpp": _llamacpp}[engine.name]
     found = read(engine, keys, target_type, num_hidden_layers)
-    return Capture(found.boundaries, found.rule, engine.problems + found.problems)
+    return replace(found, problems=engine.problems + found.problems)
 
 
 def ids_for(engine: Engine, boundaries: Sequence[int], target_type: str | None, num_hidden_layers: int) -> list[int]:
@@ -189,6 +191,11 @@ def ids_for(engine: Engine, boundaries: Sequence[int], target_type: str | None, 
 
 def _default(n: int | None, plus: int = 0) -> tuple[int, ...] | None:
     return None if n is None else tuple(sorted({2 + plus, n // 2 + plus, n - 3 + plus}))
+
+
+def _unbounded(rule: str, boundaries: Iterable[int]) -> Capture:
+    reached = tuple(sorted({boundary for boundary in boundaries if boundary >= 0}))
+    return Capture(None, rule + "; the target's depth is unknown", unbounded=reached)
 
 
 def _collect(ids: tuple[int, ...], shift: int, allowed: Callable[[int], bool], n: int, key: str, rule: str) -> Capture:
@@ -236,17 +243,22 @@ def _sglang(engine: Engine, keys: TapKeys, target_type: str | None, n: int | Non
         return _no_taps()
     since = None if target_type is None else sglang_since(target_type)
     if target_type is None or since is None or not engine.since(since):
-        return _unknown_class(engine, target_type, since)
+        unknown = _unknown_class(engine, target_type, since)
+        absent = () if keys.nested is not None else _sglang_default(keys, None, key).problems
+        return Capture(None, unknown.rule, unknown.problems + absent)
     if keys.nested is None:
         plus = 1 if target_type == "minimax_m3_vl" else 0
-        words = "[3, n//2+1, n-2]" if plus else "[2, n//2, n-3]"
-        return _defaulted(_default(n, plus), words, key, bool(keys.top or keys.layer_ids), "SGLang reads no other key")
+        return _sglang_default(keys, _default(n, plus), key, "[3, n//2+1, n-2]" if plus else "[2, n//2, n-3]")
     shift, rule = _sglang_shift(engine, keys.nested, target_type, n)
     if n is None:
-        return Capture(None, rule + "; the target's depth is unknown")
+        return _unbounded(rule, [layer + shift for layer in keys.nested])
     reaches = target_type in REACHES_LAST or (target_type == "gpt_oss" and engine.since("0.5.17"))
     deepest = n if reaches else n - 1
     return _collect(keys.nested, shift, lambda boundary: 0 <= boundary <= deepest, n, key, rule)
+
+
+def _sglang_default(keys: TapKeys, default: tuple[int, ...] | None, key: str, words: str = "[2, n//2, n-3]") -> Capture:
+    return _defaulted(default, words, key, bool(keys.top or keys.layer_ids), "SGLang reads no other key")
 
 
 def _sglang_shift(engine: Engine, ids: tuple[int, ...], target_type: str, n: int | None) -> tuple[int, str]:
@@ -310,7 +322,7 @@ def _vllm(engine: Engine, keys: TapKeys, target_type: str | None, n: int | None)
         return _defaulted(_default(n), "[2, n//2, n-3]", IDS_KEY, bool(unread), why)
     rule = f"{runner}: {key}, the id itself"
     if n is None:
-        return Capture(None, rule + "; the target's depth is unknown")
+        return _unbounded(rule, ids)
     own_loop = target_type in VLLM_DEEPSEEK
     if 0 in ids and own_loop:
         problem = Problem(
@@ -347,5 +359,5 @@ def _llamacpp(engine: Engine, keys: TapKeys, target_type: str | None, n: int | N
         )
         return Capture(None, rule, (problem,))
     if n is None:
-        return Capture(None, rule + "; the target's depth is unknown")
+        return _unbounded(rule, keys.top)
     return _collect(keys.top, 0, lambda boundary: 0 <= boundary < n, n, IDS_KEY, rule)

@@ -4,7 +4,7 @@ Findings are no failure: only a path that cannot be read is an InputError.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,37 @@ from eyas.formats.taps import captures, default_boundaries
 from eyas.formats.tensor_list import check_layout, layout_of
 from eyas.run import JSON, MANIFEST, read_manifest, verify_files
 from eyas.wiring.findings import Finding, findings
+from eyas.wiring.loaders import loader_report
+from eyas.wiring.static_checks import find_target
 
 DIALECTS = {"sglang": "sglang", "vllm": "vllm/v2", "vllm_v1": "vllm/v1", "llamacpp": "llamacpp"}
 CONFIG = "config.json"
 
 
-def inspect_path(path: Path, verify: bool = False) -> JSON:
+def inspect_path(path: Path, verify: bool = False, engines: Sequence[str] = (), target: str | None = None) -> JSON:
     """What `path` is. Keys: `kind`, `path`, `findings`, and by kind those of docs/commands.md.
 
-    `verify` re-hashes a stage folder's data. Raises InputError for what cannot be read or is none of Eyas's business.
+    `verify` re-hashes a stage folder's data. `engines` adds, for a draft, what each would do with it on `target` (a
+    folder, a config.json, or a name in the caches). Raises InputError for what cannot be read or is none of Eyas's
+    business.
     """
     path = path.absolute()
     try:
-        return _inspect(path, verify)
+        seen = _inspect(path, verify)
+        return seen | _engines(path, seen, engines, target) if engines else seen
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def _engines(path: Path, seen: JSON, engines: Sequence[str], target: str | None) -> JSON:
+    """What each engine would do with the draft at `path`."""
+    if "dialects" not in seen:
+        raise InputError(
+            wanted="a draft to hold before an engine", got=seen["kind"], where=str(path), next="eyas inspect RUN/export"
+        )
+    facts = None if target is None else find_target(target)
+    reports = [loader_report(path, engine, facts) for engine in engines]
+    return {"engines": {str(report.engine): report.as_dict for report in reports}}
 
 
 def _inspect(path: Path, verify: bool) -> JSON:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 WIDE_LIST = 12
 HIDDEN = frozenset({"files", "versions", "machine", "command", "format"})
+NO_COLUMN = frozenset({"facts"})
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -23,6 +24,8 @@ def show_value(console: Console, key: str, value: Any, depth: int) -> None:
         for inner, item in value.items():
             if inner not in HIDDEN:
                 show_value(console, inner, item, depth + 1)
+    elif key == "findings" and isinstance(value, list) and value:
+        show_findings(console, value, pad)
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         console.print(f"{pad}{key}:", markup=False)
         console.print(table_of(value))
@@ -30,10 +33,26 @@ def show_value(console: Console, key: str, value: Any, depth: int) -> None:
         console.print(f"{pad}{key}: {text_of(value)}", markup=False, soft_wrap=True)
 
 
+def show_findings(console: Console, findings: list[dict[str, Any]], pad: str) -> None:
+    """What is wrong, the two values that show it, and the line to change; errors first."""
+    order = ("error", "warning", "info")
+    console.print(f"{pad}findings:", markup=False)
+    for found in sorted(findings, key=lambda item: order.index(item["severity"])):
+        lines = (
+            f"{found['severity']}: {found['code']} at {found['where']}",
+            f"  {found['message']}",
+            f"  expected: {found['expected']}",
+            f"  found:    {found['found']}",
+            f"  change:   {found['fix']}",
+        )
+        for line in lines:
+            console.print(f"{pad}  {line}", markup=False, soft_wrap=True)
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Records with the first one's keys as columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
-    columns = list(rows[0])
+    columns = [column for column in rows[0] if column not in NO_COLUMN]
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

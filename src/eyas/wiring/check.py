@@ -1,7 +1,7 @@
 """`eyas check`: every check that what was given allows, what each one saw, and what could not be checked and why."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,35 +16,19 @@ from eyas.models.vocab import check_vocab
 from eyas.run import read_manifest
 from eyas.wiring.findings import Finding
 from eyas.wiring.identify import NORMED, Match, identify, name_of
+from eyas.wiring.loaders import TargetFacts
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.reference import final_normed, reference_boundaries
 from eyas.wiring.served import ALLOWED, walk_against_engine
+from eyas.wiring.static_checks import Check, check_loader
 from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
 
-Status = Literal["pass", "fail", "skipped", "unknown"]
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
 PARITY_TOLERANCE = 1e-4
 """Float32 sums in another order, relative to the logits' own scale."""
 SERVED_STEPS, SERVED_SAMPLES = 3, 12
 """Chain length and answers of the engine's own run: a minute on two cores with the default target."""
 ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
-
-
-@dataclass
-class Check:
-    """One check: its status, what it saw, and what it found wrong."""
-
-    name: str
-    status: Status
-    evidence: str
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Figures that outside programs may want, by name."""
-
-    @property
-    def as_dict(self) -> dict[str, Any]:
-        facts = {"facts": self.facts} if self.facts else {}
-        return {"name": self.name, "status": self.status, "evidence": self.evidence, **facts}
 
 
 @dataclass(frozen=True)
@@ -63,8 +47,12 @@ def check(
     draft: Path | None = None,
     export: Path | None = None,
     trust_remote_code: bool = False,
+    engines: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run every check possible. Returns `verdict`, `checks` and `findings` (design: docs/commands.md)."""
+    """Run every check possible. Returns `verdict`, `checks` and `findings` (design: docs/commands.md).
+
+    `engines` (`sglang@0.5.23`, ...): what each would do with the export, or with the draft where there is none.
+    """
     if not any((captures, draft, export)):
         raise InputError(
             wanted="something to check",
@@ -78,6 +66,10 @@ def check(
     target = None if target_name is None else load_target(target_name, trust_remote_code=trust_remote_code)
     given = Given(target, reader, draft, export)
     checks = [one(given) for one in CHECKS]
+    served = export or draft
+    if served is not None:
+        facts = None if target is None else TargetFacts.of_identity(target.identity, target.context_length)
+        checks += [check_loader(served, engine, facts) for engine in engines]
     findings = [finding for one in checks for finding in one.findings]
     return {
         "verdict": verdict(checks, findings),

@@ -1,0 +1,136 @@
+"""Problems: where what an engine reads, builds and captures is not what the draft is; and what it does, in words.
+
+Sources beside those of `view` and `parameters`, as read: SGLang 0.5.23 configs/model_config.py (contexts), llama.py
+`set_embed`, speculative/eagle_utils.py; vLLM 0.20 to 0.33 config/speculative.py (contexts, method by path name).
+"""
+
+from collections.abc import Callable, Iterator
+
+from eyas.formats.problem import Problem
+from eyas.wiring.loaders.case import Case
+from eyas.wiring.loaders.view import View
+from eyas.wiring.loaders.weight_rules import embedding_problems, keys_problems, tensors_problems
+from eyas.wiring.loaders.wiring_rules import (
+    options_problems,
+    rope_problems,
+    taps_problems,
+    target_problems,
+    width_problems,
+)
+
+CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
+"""Rope types whose length only sizes a cache (vLLM 0.33 config/speculative.py)."""
+
+
+def judge(case: Case) -> tuple[list[Problem], dict[str, str]]:
+    """Problems of one draft before one engine, and what the engine does, in words."""
+    if case.view.block is None:
+        return [*_class(case), *taps_problems(case)], {
+            "start": "no draft class of that name: the server does not start"
+        }
+    if case.view.get("hidden_size") is None and case.eyas is not None:
+        return [_training_checkpoint(case)], {"start": "a training checkpoint: the engine's keys are not there"}
+    problems = [problem for rule in RULES for problem in rule(case)]
+    return problems, _words(case)
+
+
+def _class(case: Case) -> Iterator[Problem]:
+    engine, name = case.view.engine, case.view.class_name
+    speculators = case.sglang and name is not None and "Speculator" in name
+    yield Problem(
+        "architecture_unknown",
+        where="architectures",
+        expected=f"a draft class of {engine}",
+        found=f"{name}" + (": SGLang does not read the speculators format" if speculators else ""),
+        fix="eyas export writes the name both engines know",
+        severity="error",
+    )
+
+
+def _training_checkpoint(case: Case) -> Problem:
+    return Problem(
+        "config_key_missing",
+        where="hidden_size and the other sizes",
+        expected=f"the keys {case.view.engine.name} builds its draft from",
+        found="an eyas block only: this is a training checkpoint",
+        fix="eyas export --draft DRAFT --out EXPORT",
+        severity="error",
+    )
+
+
+def context_problems(case: Case) -> Iterator[Problem]:
+    """What a draft shorter than its target leads to, release by release."""
+    target, read, engine = case.target.context_length, case.view.reads["max_position_embeddings"], case.view.engine
+    length = draft_context(case.view)
+    if target is None or length is None or length >= target:
+        return
+    cache_only = case.view.get("rope_scaling")["rope_type"] in CACHE_ONLY_ROPE
+    severity, words = "error", "ValueError at start"
+    if not case.sglang and engine.since("0.32"):
+        raised = cache_only or not engine.since("0.33")
+        severity = "info" if raised and cache_only else "warning"
+        words = "raised to the target's" if raised else "max_model_len is lowered to it"
+    elif not case.sglang:
+        words = "positions beyond it end in a device assert"
+    found = f"{length} ({read.where}): {words}"
+    fix = f"max_position_embeddings = {target}"
+    yield Problem("context_too_short", "max_position_embeddings", f"{target}, the target's", found, fix, severity)
+
+
+def draft_context(view: View) -> int | None:
+    """The draft's context as the engine derives it: SGLang multiplies by the rope's factor."""
+    length, scaling = view.get("max_position_embeddings"), view.get("rope_scaling") or {}
+    if type(length) is not int:
+        return None
+    factor = scaling.get("factor", 1)
+    plain = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    scaled = view.engine.name == "sglang" and not plain and isinstance(factor, int | float)
+    return int(length * factor) if scaled else length
+
+
+RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
+    taps_problems,
+    width_problems,
+    target_problems,
+    options_problems,
+    rope_problems,
+    keys_problems,
+    embedding_problems,
+    tensors_problems,
+    context_problems,
+)
+
+
+def _words(case: Case) -> dict[str, str]:
+    view, sglang = case.view, case.sglang
+    window = view.reads["sliding_window"]
+    rows, total = view.get("draft_vocab_size"), view.get("vocab_size")
+    normed = "hidden_norm" if sglang else "input_layernorm"
+    return {
+        "embedding": _embedding_words(case),
+        "head": _head_words(case),
+        "vocabulary": f"{rows} of {total}" + (", by d2t" if rows != total and rows is not None else ""),
+        "residual": "after hidden_norm" if view.get("norm_before_residual") else "before hidden_norm",
+        "feedback": "after the last norm" if view.get("norm_output") else "before the last norm",
+        "layers": f"{view.get('num_hidden_layers')}; after the first, {normed} norms the state",
+        "rope": f"base {view.get('rope_theta')} ({view.reads['rope_theta'].where}), {view.get('rope_scaling')}",
+        "window": f"{window.value}" if window.value else f"none ({window.where})",
+        "context": f"{draft_context(view)} ({view.reads['max_position_embeddings'].where})",
+        "algorithm": "--speculative-algorithm EAGLE3"
+        if sglang
+        else '--speculative-config {"method": "eagle3", ...}; unnamed, it is eagle3 only if the path contains "eagle3"',
+    }
+
+
+def _embedding_words(case: Case) -> str:
+    if not case.sglang:
+        return "the draft's own where the file has one that differs, else the target's"
+    same = case.view.get("target_hidden_size") == case.view.get("hidden_size")
+    return "the target's, whatever the file holds" if same else "the draft's own: the widths differ"
+
+
+def _head_words(case: Case) -> str:
+    if case.sglang and case.view.get("tie_word_embeddings"):
+        return "the embedding (tie_word_embeddings)"
+    shared = case.sglang and case.view.get("draft_vocab_size") is None
+    return "the target's (no draft_vocab_size)" if shared else "the draft's own"

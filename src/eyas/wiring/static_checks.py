@@ -1,0 +1,119 @@
+"""Checks that need no weights in memory: what engines would do with a draft, and its vocabulary tables. No torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from eyas.errors import InputError
+from eyas.formats.headers import INDEX, WEIGHTS, read_headers
+from eyas.formats.target_config import read_json
+from eyas.formats.vocab_tables import judge_tables, read_tables
+from eyas.run import cache_folder
+from eyas.wiring.findings import Finding, finding
+from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report, read_target
+
+Status = Literal["pass", "fail", "skipped", "unknown"]
+LEFT_OUT = ("tap identity", "teacher", "TTT parity", "acceptance")
+"""Checks that need captures, weights and torch."""
+
+
+@dataclass
+class Check:
+    """One check: its status, what it saw, and what it found wrong."""
+
+    name: str
+    status: Status
+    evidence: str
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Figures that outside programs may want, by name."""
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        facts = {"facts": self.facts} if self.facts else {}
+        return {"name": self.name, "status": self.status, "evidence": self.evidence, **facts}
+
+
+def check_static(draft: Path, engines: Sequence[str], target: str | None = None) -> dict[str, Any]:
+    """`eyas check` of a draft folder or bare config.json before engines: no weights in memory, no torch.
+
+    Returns `verdict` (fail with any error, else unknown: nothing was measured), `checks` and `findings`. Raises
+    InputError for a path that is no draft, an unknown engine, or a target that is not on this machine.
+    """
+    facts = None if target is None else find_target(target)
+    checks = [check_loader(draft, engine, facts) for engine in engines]
+    checks.append(check_tables(draft, facts))
+    checks += [Check(name, "skipped", "needs captures and the target's weights") for name in LEFT_OUT]
+    return result(checks, "unknown")
+
+
+def result(checks: Sequence[Check], otherwise: str) -> dict[str, Any]:
+    """`verdict` (fail with any error or failed check, else `otherwise`), `checks`, `findings` (each once)."""
+    found = [one for check in checks for one in check.findings]
+    unique = list({one.model_dump_json(): one for one in found}.values())
+    failed = any(one.severity == "error" for one in unique) or any(check.status == "fail" for check in checks)
+    return {
+        "verdict": "fail" if failed else otherwise,
+        "checks": [check.as_dict for check in checks],
+        "findings": [one.model_dump(mode="json") for one in unique],
+    }
+
+
+def check_loader(draft: Path, engine: str, target: TargetFacts | None = None) -> Check:
+    """What one engine would do with the draft; a pass for vLLM's V1 runner says it is none for the GPU default."""
+    report = loader_report(draft, engine, target)
+    return Check(f"loader {report.engine}", report.verdict, loader_evidence(report), report.findings, report.as_dict)
+
+
+def loader_evidence(report: LoaderReport) -> str:
+    """The report in a line: what is captured, what was declared, and what the words are good for."""
+    got, wanted = report.boundaries, report.declared.boundaries
+    captured = f"captures boundaries {list(got)}" if got is not None else "captures: not known"
+    declared = f"the draft was trained on {list(wanted)}" if wanted is not None else "the draft's own are not known"
+    parts = [f"{captured} ({report.capture.rule})", f"{declared} ({report.declared.boundaries_source})"]
+    if report.gpu_default is not None:
+        other = report.gpu_default.boundaries
+        seen = "what it cannot be said" if other is None else f"boundaries {list(other)}"
+        parts.append(f"{report.scope}; Model Runner V2 would capture {seen} ({report.gpu_default.rule})")
+    return "; ".join(parts)
+
+
+def check_tables(draft: Path, target: TargetFacts | None = None) -> Check:
+    """d2t and t2d are one increasing map of offsets into the target's vocabulary."""
+    name, folder = "vocabulary", draft_folder(draft)
+    if not folder.is_dir() or not any((folder / item).is_file() for item in (WEIGHTS, INDEX)):
+        return Check(name, "skipped", "needs a draft folder with its weights")
+    raw = read_json(folder / "config.json")
+    layer = raw.get("transformer_layer_config")
+    declared = raw.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)
+    total = target.vocab_size if target and target.vocab_size else declared
+    d2t, t2d = read_tables(folder, read_headers(folder))
+    if d2t is None:
+        return Check(name, "unknown", "no d2t: right for a whole vocabulary only")
+    problems = judge_tables(d2t, t2d, total if type(total) is int else None)
+    evidence = f"{len(d2t)} draft tokens of {total}" + ("" if t2d is not None else "; no t2d to compare with")
+    return Check(name, "fail" if problems else "pass", evidence, [finding(one, str(folder)) for one in problems])
+
+
+def find_target(name: str) -> TargetFacts:
+    """A target's facts from what is on this machine: a folder, a config.json, or a name in the caches.
+
+    Raises InputError where nothing is found: nothing is downloaded for this.
+    """
+    path = Path(name)
+    if path.exists():
+        return read_target(path)
+    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+    candidates = [cache_folder() / "targets" / name, *sorted(snapshots.glob("*"))]
+    found = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+    if found is None:
+        raise InputError(
+            wanted="a target on this machine: a folder, its config.json, or a name in the cache",
+            got=repr(name),
+            where="--target",
+            next="--target path/to/the/target's/config.json",
+        )
+    return read_target(found)
