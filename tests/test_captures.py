@@ -248,7 +248,7 @@ def slowly(*args):
     return inner(*args)
 captures.capture_batch = slowly
 settings = CaptureSettings(precision="float32", store="float32", batch_tokens=64, shard_tokens=100)
-captures.capture(Path(sys.argv[1]), Path(sys.argv[2]), settings, TargetSettings(name=sys.argv[3]))
+captures.capture(Path(sys.argv[2]), Path(sys.argv[3]), settings, TargetSettings(name=sys.argv[4]))
 """
 
 
@@ -257,7 +257,7 @@ def test_a_kill_loses_at_most_the_shard_in_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     out = tmp_path / "c"
-    command = [sys.executable, "-c", KILLED, str(responses), str(out), str(tiny_target)]
+    command = [sys.executable, "-c", KILLED, "run", str(responses), str(out), str(tiny_target)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while len(journal(out)) < 2:
@@ -299,9 +299,7 @@ def test_another_target_than_the_responses_is_refused(tmp_path: Path, responses:
         capture(responses, tmp_path / "c", quick(), other)
 
 
-@pytest.mark.parametrize(
-    ("boundaries", "got"), [((3, 2), "sorted"), ((2, 9), "from 0"), ((), "at least one tap")]
-)
+@pytest.mark.parametrize(("boundaries", "got"), [((3, 2), "sorted"), ((2, 9), "from 0"), ((), "at least one tap")])
 def test_taps_that_do_not_fit_are_refused(
     tmp_path: Path, responses: Path, where: TargetSettings, boundaries: tuple[int, ...], got: str
 ) -> None:

@@ -239,7 +239,7 @@ from pathlib import Path
 from eyas.data.responses import respond
 from eyas.recipe import RespondSettings, TargetSettings
 settings = RespondSettings(max_new_tokens=12, batch_size=8, precision="float32")
-respond(Path(sys.argv[1]), Path(sys.argv[2]), settings, TargetSettings(name=sys.argv[3]))
+respond(Path(sys.argv[2]), Path(sys.argv[3]), settings, TargetSettings(name=sys.argv[4]))
 """
 
 
@@ -248,7 +248,7 @@ def test_a_killed_run_resumes_with_nothing_lost_or_doubled(
 ) -> None:
     prompts = write_prompts(tmp_path / "p", [[f"{WORDS[n % 7]} {n}", *(["more?"] * (n % 3))] for n in range(81)])
     out = tmp_path / "r"
-    command = [sys.executable, "-c", KILLED, str(prompts), str(out), str(tiny_target)]
+    command = [sys.executable, "-c", KILLED, "run", str(prompts), str(out), str(tiny_target)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while not (out / RESPONSES).is_file() or (out / RESPONSES).read_bytes().count(b"\n") < 20:

@@ -240,7 +240,7 @@ from eyas.models import gguf
 
 def slow(source, folder):
     (folder / "config.json").write_text("{}")
-    ready, other = Path(sys.argv[1]), Path(sys.argv[2])
+    ready, other = Path(sys.argv[2]), Path(sys.argv[3])
     ready.write_text("")
     while not other.exists():
         time.sleep(0.01)
@@ -257,10 +257,8 @@ def test_two_processes_converting_at_once_leave_one_whole_folder(tmp_path: Path)
     stale = tmp_path / "cache" / "targets" / ".smollm2-135m-instruct-q4.999999999.tmp"
     stale.mkdir(parents=True)
     flags = [str(tmp_path / "a"), str(tmp_path / "b")]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", RACE, *order], env=environment, stdout=subprocess.PIPE, text=True)
-        for order in (flags, flags[::-1])
-    ]
+    commands = [[sys.executable, "-c", RACE, "run", *order] for order in (flags, flags[::-1])]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
     folders = {process.communicate(timeout=100)[0].strip() for process in processes}
     folder = tmp_path / "cache" / "targets" / "smollm2-135m-instruct-q4"
     assert [process.returncode for process in processes] == [0, 0]
