@@ -1,17 +1,24 @@
 """The streamed reference is the in-memory forward, bit for bit, whatever the architecture and however it is stored."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 from checkpoints import BUILD, LAYERS, QUANTISATIONS, published, save_shards, tiny
+from eyas.errors import InputError
 from eyas.models.streaming.backbone import stream_boundaries
+from eyas.models.streaming.plan import plan
+from eyas.models.target import load_target
+from eyas.wiring.reference import final_normed, fits, reference_boundaries
+from sparse import KIMI_K2, kimi_k2_tensors, save_sparse
 
 PROBE = [1, *range(5, 120, 3), *range(119, 60, -4)]
-DENSE = ("llama", "qwen3")
 
 
 def in_memory(model: PreTrainedModel, experts: str = "eager") -> list[Tensor]:
@@ -62,3 +69,116 @@ def test_a_quantised_checkpoint_streams_as_its_own_values(architecture: str, sch
     assert len(stored) > len(values)
     for ours, theirs in zip(streamed, in_memory(load_published(model, values)), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_in_another_order_of_summation_agree_to_a_millionth(architecture: str, tmp_path: Path) -> None:
+    model = tiny(architecture)
+    streamed = stream_boundaries(save_shards(tmp_path / "target", model.config.to_dict(), published(model)), PROBE)
+    for ours, theirs in zip(streamed, in_memory(model, experts="grouped_mm"), strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
+
+
+def test_transformers_own_loading_of_mxfp4_gives_the_same_states(tmp_path: Path) -> None:
+    quantise, declared = QUANTISATIONS["mxfp4"]
+    model = tiny("gpt_oss")
+    stored = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in quantise(published(model))[0].items()
+    }
+    folder = save_shards(tmp_path / "target", model.config.to_dict() | {"quantization_config": declared}, stored)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager"
+    ).float()
+    for ours, whole in zip(stream_boundaries(folder, PROBE), in_memory(theirs), strict=True):
+        assert torch.equal(ours, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_widened_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny("deepseek_v3")
+    stored = {name: tensor.to(dtype) for name, tensor in published(model).items()}
+    folder = save_shards(tmp_path / "target", model.config.to_dict(), stored, shards=66)
+    whole = in_memory(load_published(model, {name: tensor.float() for name, tensor in stored.items()}))
+    assert len(list(folder.glob("*.safetensors"))) == 66
+    for ours, theirs in zip(stream_boundaries(folder, PROBE), whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_", ""])
+def test_kimi_and_nested_text_configs_are_followed(prefix: str, tmp_path: Path) -> None:
+    model = tiny("deepseek_v3")
+    text = model.config.to_dict() | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_kimi.Kimi"}}
+    config = {"model_type": "kimi_k25", "text_config": text, "auto_map": text["auto_map"]} if prefix else text
+    tensors = {f"{prefix}{name}": tensor for name, tensor in published(model).items()}
+    tensors["vision_tower.encoder.layers.0.input_layernorm.weight"] = torch.ones(4)
+    tensors["mm_projector.proj.0.weight"] = torch.ones(4, 4)
+    folder = save_shards(tmp_path / "target", config, tensors)
+    whole = in_memory(model)
+    for ours, theirs in zip(reference_boundaries(folder, PROBE), whole, strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.inference_mode():
+        assert torch.equal(final_normed(folder, whole[-1]), model.model.norm(whole[-1]))
+
+
+def test_nothing_above_the_highest_boundary_plus_two_is_read(tmp_path: Path) -> None:
+    model = tiny("qwen3_moe")
+    tensors = published(model)
+    for name, tensor in tensors.items():
+        if ".layers.3." in name or ".layers.4." in name:
+            tensor.fill_(float("nan"))
+    folder = save_shards(tmp_path / "target", model.config.to_dict(), tensors)
+    streamed = stream_boundaries(folder, PROBE, up_to=1)
+    assert len(streamed) == 4
+    for ours, theirs in zip(streamed, in_memory(model), strict=False):
+        assert torch.equal(ours, theirs)
+    assert stream_boundaries(folder, PROBE, up_to=2)[-1].isnan().all()
+    assert (plan(folder, up_to=1).layers, plan(folder).layers) == (3, LAYERS)
+
+
+def test_a_target_in_memory_and_its_folder_give_the_same_reference(tiny_target: Path) -> None:
+    target = load_target(str(tiny_target))
+    assert fits(tiny_target)
+    streamed = stream_boundaries(tiny_target, PROBE)
+    for reference in (reference_boundaries(target, PROBE), reference_boundaries(tiny_target, PROBE)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference, streamed, strict=True))
+    assert len(reference_boundaries(target, PROBE, up_to=3)) == 6
+    assert torch.equal(final_normed(target, streamed[-1]), final_normed(tiny_target, streamed[-1]))
+
+
+def test_kimi_k2_streams_under_8_gb_by_a_plan_made_from_headers(tmp_path: Path) -> None:
+    folder = save_sparse(tmp_path / "kimi", KIMI_K2, kimi_k2_tensors())
+    planned = plan(folder, tokens=256)
+    assert planned.shards == 64
+    assert planned.read_bytes > 1e12
+    attention = 4 * (7168 * (1536 + 576 + 64 * 128 + 384) + 1536 * 64 * 192 + 512 * 64 * 256 + 2 * 7168 + 1536 + 512)
+    shared, dense = 3 * 4 * 7168 * 2048, 3 * 4 * 7168 * 18432
+    assert planned.layer_bytes == attention + dense - 4 * 7168 * 384  # layer 0 has no router
+    assert planned.group_bytes == 4 * shared
+    assert planned.boundary_bytes == 62 * 256 * 7168 * 4
+    assert planned.peak_bytes < 8e9
+    assert plan(folder, tokens=256, up_to=58).layers == 60
+
+
+def test_the_plan_needs_no_torch() -> None:
+    code = "import sys, eyas.models.streaming.plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_cannot_be_streamed_is_said_by_name(tmp_path: Path) -> None:
+    model = tiny("llama")
+    config, tensors = model.config.to_dict(), published(model)
+    with pytest.raises(InputError, match="model_type 'mamba'"):
+        stream_boundaries(save_shards(tmp_path / "a", config | {"model_type": "mamba"}, tensors), PROBE)
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    with pytest.raises(InputError, match="quantisation awq 4 bits"):
+        stream_boundaries(save_shards(tmp_path / "b", config | awq, tensors), PROBE)
+    integers = tensors | {"model.layers.1.mlp.up_proj.weight": torch.ones(96, 64, dtype=torch.int32)}
+    with pytest.raises(InputError, match=r"up_proj.weight in floats, or as the config declares \(not quantised\)"):
+        stream_boundaries(save_shards(tmp_path / "c", config, integers), PROBE)
+    del tensors["model.layers.2.self_attn.k_proj.weight"]
+    with pytest.raises(InputError, match=r"model.layers.2.self_attn.k_proj.weight"):
+        stream_boundaries(save_shards(tmp_path / "d", config, tensors), PROBE)
+    (tmp_path / "d" / "config.json").write_text(json.dumps(config)[:50])
+    with pytest.raises(InputError, match="a JSON object"):
+        stream_boundaries(tmp_path / "d", PROBE)

@@ -21,8 +21,8 @@ LoadExpert = Callable[[int], dict[str, Tensor]]
 class StreamedExperts(nn.Module):
     """Takes the place of a family's experts module. Holds no parameters: `load` brings those of one expert.
 
-    Experts that no token chose are never read. `group` of them are read at
-    once, each by a thread, and held at once.
+    Experts that no token chose are never read. `group` of them are read at once, each by a
+    thread of its own, and held at once.
     """
 
     def __init__(self, one: nn.Module, load: LoadExpert, group: int) -> None:

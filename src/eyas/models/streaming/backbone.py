@@ -39,15 +39,6 @@ class Streamed:
     """A PreTrainedModel with `layers`, `norm` and `rotary_emb`, as every family in ARCHITECTURES has."""
     prefix: str
 
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    def norm(self, device: torch.device | str = "cpu") -> nn.Module:
-        """The target's final norm, with its weights: boundary n to what Hugging Face calls `hidden_states[n]`."""
-        fill_module(self.decoder.norm, self.checkpoint, f"{self.prefix}norm.", device)
-        return self.decoder.norm
-
 
 def open_streamed(folder: Path) -> Streamed:
     """Read config and headers only. Raises InputError for an architecture or a quantisation that is not supported."""
@@ -82,7 +73,7 @@ def stream_boundaries(
     Memory: one layer's attention and shared parts, one group of experts, and the boundaries kept (`plan`).
     """
     streamed = open_streamed(folder)
-    n = streamed.num_hidden_layers
+    n = streamed.config.num_hidden_layers
     last = n if up_to is None else min(n, up_to + BEYOND)
     decoder, states = streamed.decoder, list[Tensor]()
     layers = decoder.layers[:last]
@@ -93,6 +84,13 @@ def stream_boundaries(
         embedded_1TH = embed(streamed, ids).to(device)[None]
         output = decoder(inputs_embeds=embedded_1TH, use_cache=False).last_hidden_state
     return [*states, output[0].cpu()]
+
+
+def final_norm_of(folder: Path) -> nn.Module:
+    """The target's final norm with its weights: boundary n to what Hugging Face calls `hidden_states[n]`."""
+    streamed = open_streamed(folder)
+    fill_module(streamed.decoder.norm, streamed.checkpoint, f"{streamed.prefix}norm.", "cpu")
+    return streamed.decoder.norm
 
 
 def embed(streamed: Streamed, ids: list[int]) -> Tensor:
