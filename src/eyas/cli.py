@@ -35,7 +35,7 @@ from eyas.recipe import (
     validate,
 )
 from eyas.run import Manifest, disk_error
-from eyas.wiring.static_checks import check_static
+from eyas.wiring.static_checks import check_launch, check_static
 
 INTERRUPTED = 130
 
@@ -212,17 +212,22 @@ def check(
     export: Path | None = None,
     target: str | None = None,
     engine: Annotated[list[str] | None, Parameter(negative="")] = None,
+    engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    gpu_gb: float | None = None,
     trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> int:
     """Is training wired as serving will be? Runs every check that what was given allows.
 
     With --engine (sglang@0.5.23, vllm@0.33.0, vllm@0.33.0/v1, ...; may be repeated) and only a draft or its
-    config.json: what that engine would do with it, without starting it.
+    config.json: what that engine would do with it, without starting it. With --engine-args "..." too: whether that
+    launch would fit and hold together, on GPUs of --gpu-gb GiB, or on this machine's.
     """
 
     def work() -> dict[str, Any]:
         served = draft or export
+        if engine and engine_args is not None:
+            return check_launch(engine[0], engine_args, served, target, gpu_gb)
         if engine and served is not None and captures is None and (draft is None or export is None):
             return check_static(served, engine, target)
         from eyas.wiring.check import check

@@ -13,6 +13,7 @@ from eyas.formats.vocab_tables import judge_tables, read_tables
 from eyas.run import cache_folder
 from eyas.wiring.findings import Finding, finding
 from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report, read_target
+from eyas.wiring.preflight import parse_launch, preflight
 
 Status = Literal["pass", "fail", "skipped", "unknown"]
 LEFT_OUT = ("tap identity", "teacher", "TTT parity", "acceptance")
@@ -49,6 +50,34 @@ def check_static(draft: Path, engines: Sequence[str], target: str | None = None)
     return result(checks, "unknown")
 
 
+def check_launch(
+    engine: str, engine_args: str, draft: Path | None = None, target: str | None = None, gpu_gb: float | None = None
+) -> dict[str, Any]:
+    """`eyas check --engine-args`: a launch before it is tried; `draft` and `target` stand for what it names elsewhere.
+
+    `gpu_gb`: GiB of each GPU of the machine it will run on; without it this machine's GPUs are looked at.
+    """
+    launch = parse_launch(engine, engine_args)
+    local = Path(target) if target is not None and Path(target).exists() else None
+    sizes = None if gpu_gb is None else [int(gpu_gb * 2**30)] * (launch.tp * launch.pp)
+    seen = preflight(launch, gpu_bytes=sizes, target=local, draft=draft)
+    checks = []
+    if seen.loader is not None:
+        report = seen.loader
+        evidence = loader_evidence(report)
+        checks.append(Check(f"loader {report.engine}", report.verdict, evidence, report.findings, report.as_dict))
+    own = [one for one in seen.findings if seen.loader is None or one not in seen.loader.findings]
+    words = "; ".join(f"{name}: {why}" for name, why in seen.skipped.items())
+    failed = any(one.severity == "error" for one in own)
+    status: Status = "fail" if failed else "unknown" if seen.skipped else "pass"
+    evidence = f"{len(own)} findings" + (f"; not looked at: {words}" if words else "")
+    checks.append(Check("preflight", status, evidence, own, {"memory": seen.memory.as_dict}))
+    if draft is not None:
+        checks.append(check_tables(draft))
+    checks += [Check(name, "skipped", "needs captures and the target's weights") for name in LEFT_OUT]
+    return result(checks, "unknown")
+
+
 def result(checks: Sequence[Check], otherwise: str) -> dict[str, Any]:
     """`verdict` (fail with any error or failed check, else `otherwise`), `checks`, `findings` (each once)."""
     found = [one for check in checks for one in check.findings]
@@ -75,8 +104,8 @@ def loader_evidence(report: LoaderReport) -> str:
     parts = [f"{captured} ({report.capture.rule})", f"{declared} ({report.declared.boundaries_source})"]
     if report.gpu_default is not None:
         other = report.gpu_default.boundaries
-        seen = "what it cannot be said" if other is None else f"boundaries {list(other)}"
-        parts.append(f"{report.scope}; Model Runner V2 would capture {seen} ({report.gpu_default.rule})")
+        seen = "not known" if other is None else f"{list(other)}"
+        parts.append(f"{report.scope}; Model Runner V2 captures: {seen} ({report.gpu_default.rule})")
     return "; ".join(parts)
 
 

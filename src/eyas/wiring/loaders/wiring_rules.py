@@ -31,8 +31,10 @@ def taps_problems(case: Case) -> Iterator[Problem]:
 
 def _ids_fix(case: Case, wanted: tuple[int, ...]) -> str:
     """The line that makes this engine capture `wanted`."""
+    if not case.sglang:
+        return f"{IDS_KEY} = {list(wanted)}"
     layers = case.target.num_hidden_layers
-    key = f"eagle_config.{IDS_KEY}" if case.sglang else IDS_KEY
+    key = f"eagle_config.{IDS_KEY}"
     if layers is None:
         return f"write {key} in this engine's numbering (eyas export does)"
     try:
