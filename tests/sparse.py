@@ -54,6 +54,8 @@ def kimi_k2_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         f"{name}.weight": ("BF16", shape) for name, shape in plain.items()
     }
+    for layer in range(1, 61):
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = ("F32", (384,))
     for name, (rows, columns) in fp8.items():
         tensors[f"{name}.weight"] = ("F8_E4M3", (rows, columns))
         tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-rows // 128), -(-columns // 128)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,12 +15,13 @@ from eyas.models.target import Target, load_target
 from eyas.models.vocab import check_vocab
 from eyas.run import read_manifest
 from eyas.wiring.findings import Finding
-from eyas.wiring.identify import NORMED, Match, identify, name_of
+from eyas.wiring.identify import identify_taps
 from eyas.wiring.loaders import TargetFacts
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.reference import final_normed, reference_boundaries
 from eyas.wiring.served import ALLOWED, walk_against_engine
 from eyas.wiring.static_checks import Check, check_loader
+from eyas.wiring.tap_findings import tap_findings
 from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
 
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
@@ -105,32 +106,17 @@ def check_taps(given: Given) -> Check:
     lines: list[str] = []
     for sample in samples:
         reference = reference_boundaries(given.target, sample.ids_T.tolist())
-        normed = final_normed(given.target, reference[-1])
-        for block, boundary in zip(sample.taps_TA.split(given.target.hidden_size, dim=-1), declared, strict=True):
-            match = identify(block, reference, normed)
-            lines.append(f"declared {boundary}: {match.words()}")
-            if match.boundary is None and result.status == "pass":
-                result.status = "unknown"
-            if match.known and match.boundary != boundary:
-                result.status = "fail"
-                result.findings.append(tap_finding(boundary, match, len(reference) - 1))
+        matches = identify_taps(sample.taps_TA, reference, final_normed(given.target, reference[-1]))
+        lines += [f"declared {boundary}: {match.words()}" for boundary, match in zip(declared, matches, strict=True)]
+        seen = {(finding.code, finding.expected, finding.found) for finding in result.findings}
+        found = tap_findings(matches, declared, len(reference) - 1)
+        result.findings += [one for one in found if (one.code, one.expected, one.found) not in seen]
+        if not all(match.known for match in matches):
+            result.status = "unknown"
+    if result.findings:
+        result.status = "fail"
     result.evidence = "; ".join(lines)
     return result
-
-
-def tap_finding(declared: int, match: Match, num_hidden_layers: int) -> Finding:
-    """What a tap that is another boundary means, by kind."""
-    kinds: dict[int | None, Literal["tap_post_norm", "tap_embedding"]] = {NORMED: "tap_post_norm", 0: "tap_embedding"}
-    found = name_of(match.boundary if match.boundary is not None else declared)
-    return Finding(
-        code=kinds.get(match.boundary, "tap_offset"),
-        severity="error",
-        where="captures: taps",
-        expected=f"boundary {declared} of {num_hidden_layers}",
-        found=found,
-        fix=f"capture again with --boundaries naming {declared}, or declare what was captured",
-        message=f"The block declared as boundary {declared} is {found}: {match.words()}.",
-    )
 
 
 def check_teacher(given: Given) -> Check:

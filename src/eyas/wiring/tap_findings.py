@@ -1,0 +1,78 @@
+"""What identified blocks mean: declared boundaries against found ones, as findings with the line to change."""
+
+from collections.abc import Sequence
+
+from eyas.wiring.findings import Finding
+from eyas.wiring.identify import Match, name_of, reordered
+
+
+def tap_findings(
+    matches: Sequence[Match], declared: Sequence[int], num_hidden_layers: int, where: str = "captures: taps"
+) -> list[Finding]:
+    """Findings of blocks that are known and not as declared; an unknown block is no finding.
+
+    One for all blocks where they only lie in another order, or are shifted alike; else one a block.
+    """
+    assert len(matches) == len(declared), f"{len(matches)} blocks for {len(declared)} declared boundaries"
+    found = [] if not reordered(matches, declared) else [order_finding(matches, declared, where)]
+    if not found:
+        wrong = [(b, m) for b, m in zip(declared, matches, strict=True) if m.known and m.boundary != b]
+        found = [boundary_finding(boundary, match, num_hidden_layers, where) for boundary, match in wrong]
+    shifts = {match.shift for match in matches if match.known}
+    if len(shifts) == 1 and shifts != {0}:
+        return [*found, shift_finding(declared, shifts.pop(), matches, where)]
+    moved = [(b, m) for b, m in zip(declared, matches, strict=True) if m.known and m.shift]
+    return found + [shift_finding([boundary], match.shift, [match], where) for boundary, match in moved]
+
+
+def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where: str) -> Finding:
+    """A block that is another boundary."""
+    assert match.boundary is not None, "only what is known can be wrong"
+    code = "tap_post_norm" if match.normed else "tap_embedding" if 0 in (match.boundary, declared) else "tap_offset"
+    found = name_of(match.boundary)
+    return Finding(
+        code=code,
+        severity="error",
+        where=where,
+        expected=f"boundary {declared} of {num_hidden_layers}",
+        found=found,
+        fix=f"capture again with --boundaries naming {declared}, or declare what was captured",
+        message=f"The block declared as boundary {declared} is {found}: {match.words()}.",
+    )
+
+
+def order_finding(matches: Sequence[Match], declared: Sequence[int], where: str) -> Finding:
+    """The declared boundaries, all there, in another order."""
+    found = [match.boundary for match in matches]
+    return Finding(
+        code="tap_order",
+        severity="error",
+        where=where,
+        expected=f"blocks in the order {list(declared)}",
+        found=f"{found}",
+        fix=f"concatenate the blocks as {list(declared)}, or declare {found}",
+        message="fc reads each block through weights of its own: "
+        + "; ".join(match.words() for match in matches)
+        + ".",
+    )
+
+
+def shift_finding(declared: Sequence[int], shift: int, matches: Sequence[Match], where: str) -> Finding:
+    """Blocks whose row t is the reference's row t + shift."""
+    rows = "row" if abs(shift) == 1 else "rows"
+    cause = (
+        f"the first {shift} {rows} of states were dropped" if shift > 0 else f"{-shift} {rows} came before the first"
+    )
+    return Finding(
+        code="token_shift",
+        severity="error",
+        where=where,
+        expected="row t holds the states of token t",
+        found=f"row t holds the states of token t{shift:+d}",
+        fix=f"pair states and ids of the same position: {cause}",
+        message=f"Blocks declared as {', '.join(map(str, declared))}: {words(matches)}.",
+    )
+
+
+def words(matches: Sequence[Match]) -> str:
+    return "; ".join(match.words() for match in matches)
