@@ -8,6 +8,7 @@ ModelOpt hf_spec_export.py, as read.
 from collections.abc import Mapping
 from typing import Any
 
+from eyas.errors import InputError
 from eyas.formats.config_problems import layer_of
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.headers import TensorHeader
@@ -34,6 +35,52 @@ MLA = tuple(
     for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 )
 DTYPES = {"d2t": "I64", "t2d": "BOOL"}
+
+
+def read_list(raw: Mapping[str, Any], where: str) -> dict[str, TensorHeader]:
+    """A tensor list: {"tensors": {name: shape or null}, "dtypes": {"default": ..., name: ...}}.
+
+    Raises InputError for a shape that is none.
+    """
+    given = raw.get("dtypes")
+    dtypes = given if isinstance(given, Mapping) else {}
+    headers = {}
+    for name, shape in raw["tensors"].items():
+        if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
+            raise InputError(
+                wanted="a tensor list: name to shape, or to null",
+                got=f"{name!r} with the shape {shape!r}",
+                where=where,
+                next='{"tensors": {"fc.weight": [4096, 12288]}}',
+            )
+        dtype = dtypes.get(name, dtypes.get("default"))
+        headers[name] = TensorHeader(None if shape is None else tuple(shape), dtype, where)
+    return headers
+
+
+def config_of(headers: Headers, hint: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What tensors alone say of a draft's config.json, under `hint`; sizes that they do not tell are left out."""
+    hint = hint or {}
+    shapes = {canonical_name(name): header.shape for name, header in headers.items()}
+    hidden, fan_in = _size(shapes, "norm.weight", 0), _size(shapes, "fc.weight", 1)
+    width = _int(hint.get("target_hidden_size")) or hidden
+    layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": _size(shapes, "layers.0.mlp.gate_proj.weight", 0),
+        "num_hidden_layers": len(layers) or None,
+        "vocab_size": _size(shapes, "embed_tokens.weight", 0) or _size(shapes, "t2d", 0),
+        "draft_vocab_size": _size(shapes, "lm_head.weight", 0) or _size(shapes, "d2t", 0),
+        "num_aux_hidden_states": fan_in // width if width and fan_in and fan_in % width == 0 else None,
+    }
+    options = {
+        "bias": "fc.bias" in shapes,
+        "fc_norm": "fc_norm.0.weight" in shapes,
+        "norm_before_fc": "input_norm.weight" in shapes,
+    }
+    known = {key: value for key, value in sizes.items() if value} | {key: True for key, on in options.items() if on}
+    kind = "deepseek_v3" if block_of(shapes) == "mla" else "llama"
+    return {"model_type": kind, "draft_vocab_size": None, "tie_word_embeddings": False, **known, **hint}
 
 
 def block_of(names: Mapping[str, Any]) -> str:

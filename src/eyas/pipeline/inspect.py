@@ -16,7 +16,7 @@ from eyas.formats.names import canonical_name
 from eyas.formats.problem import Problem
 from eyas.formats.read_config import DraftFile, is_draft, read_config
 from eyas.formats.taps import captures, default_boundaries
-from eyas.formats.tensor_list import check_layout, layout_of
+from eyas.formats.tensor_list import check_layout, layout_of, read_list
 from eyas.run import JSON, MANIFEST, read_manifest, verify_files
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
@@ -43,7 +43,7 @@ def inspect_path(path: Path, verify: bool = False, engines: Sequence[str] = (), 
 
 def _engines(path: Path, seen: JSON, engines: Sequence[str], target: str | None) -> JSON:
     """What each engine would do with the draft at `path`."""
-    if "dialects" not in seen:
+    if "dialects" not in seen and seen["kind"] != "tensors":
         raise InputError(
             wanted="a draft to hold before an engine", got=seen["kind"], where=str(path), next="eyas inspect RUN/export"
         )
@@ -155,22 +155,10 @@ def _model_folder(path: Path) -> JSON:
 def _json_file(path: Path, raw: JSON) -> JSON:
     if isinstance(raw.get("tensors"), Mapping):
         hint = raw.get("config_hint")
-        return _tensor_list(path, _listed(path, raw), config=hint if isinstance(hint, Mapping) else None)
+        return _tensor_list(path, read_list(raw, path.name), config=hint if isinstance(hint, Mapping) else None)
     if "stage" in raw and "settings" in raw:
         return _folder(path.parent, verify=False)
     return _draft(path, raw, None) if is_draft(raw) else _target(path, raw)
-
-
-def _listed(path: Path, raw: JSON) -> dict[str, TensorHeader]:
-    """A tensor list: {"tensors": {name: shape or null}, "dtypes": {"default": ..., name: ...}}."""
-    dtypes = raw.get("dtypes") if isinstance(raw.get("dtypes"), Mapping) else {}
-    headers = {}
-    for name, shape in raw["tensors"].items():
-        if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
-            raise _unreadable(path, f"a tensor list whose {name!r} has the shape {shape!r}")
-        dtype = dtypes.get(name, dtypes.get("default"))
-        headers[name] = TensorHeader(None if shape is None else tuple(shape), dtype, path.name)
-    return headers
 
 
 def _draft(path: Path, raw: JSON, headers: dict[str, TensorHeader] | None) -> JSON:

@@ -18,8 +18,8 @@ from eyas.wiring.loaders.wiring_rules import (
     width_problems,
 )
 
-CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
-"""Rope types whose length only sizes a cache (vLLM 0.33 config/speculative.py)."""
+CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional", "mrope"})
+"""Rope types whose length only sizes a cache (vLLM 0.33 config/speculative.py, which reads mrope as default)."""
 
 
 def judge(case: Case) -> tuple[list[Problem], dict[str, str]]:
@@ -41,7 +41,7 @@ def _class(case: Case) -> Iterator[Problem]:
         "architecture_unknown",
         where="architectures",
         expected=f"a draft class of {engine}",
-        found=f"{name}" + (": SGLang does not read the speculators format" if speculators else ""),
+        found=(name or "no name at all") + (": SGLang does not read the speculators format" if speculators else ""),
         fix="eyas export writes the name both engines know",
         severity="error",
     )

@@ -10,11 +10,13 @@ from eyas.formats.config_problems import Config
 from eyas.formats.draft_config import TargetIdentity
 from eyas.formats.engines import Engine, parse_engine
 from eyas.formats.headers import INDEX, WEIGHTS, TensorHeader, read_headers
+from eyas.formats.names import canonical_name
 from eyas.formats.problem import Problem
 from eyas.formats.read_config import DraftFile, is_draft, read_config
 from eyas.formats.taps import Capture, captures
 from eyas.formats.target_config import read_json
 from eyas.formats.targets import V2_IN_024
+from eyas.formats.tensor_list import block_of, config_of, read_list
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders.case import Case, TargetFacts, integer
 from eyas.wiring.loaders.judge import judge
@@ -138,7 +140,7 @@ def loader_report(
     declared = read_config(raw, _identity(facts, raw))
     facts = _fill(facts, declared)
     reader = _runner(reader, facts, asked=engine if isinstance(engine, str) else "")
-    view = view_of(raw, reader)
+    view = view_of(raw if "architectures" in raw or is_speculators(raw) else _named(raw, headers, reader), reader)
     capture = _captures(reader, raw, view, facts)
     placed = None if headers is None or view.block is None else fates(view, headers)
     case = Case(view, declared, facts, capture, placed, headers)
@@ -158,6 +160,16 @@ def loader_report(
     )
 
 
+def _named(raw: Config, headers: Mapping[str, TensorHeader] | None, engine: Engine) -> Config:
+    """Tensors without a config.json: the class of `engine` that their names would need."""
+    if headers is None or "eyas" in raw:
+        return raw
+    block = block_of({canonical_name(name): None for name in headers})
+    qwen3 = block == "qwen3" and engine.name == "vllm" and engine.since("0.24")
+    name = {"mla": "Eagle3DeepseekV2ForCausalLM"}.get(block, "LlamaForCausalLMEagle3")
+    return {**raw, "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else name]}
+
+
 def draft_folder(path: Path) -> Path:
     """`path` itself, or of a training run's folder its newest `step-N`."""
     if not path.is_dir() or (path / CONFIG).is_file():
@@ -169,10 +181,27 @@ def draft_folder(path: Path) -> Path:
 def _read(path: Path) -> tuple[JSON, dict[str, TensorHeader] | None]:
     """A draft's config.json and, of a folder, its tensors' headers."""
     path = draft_folder(path)
+    if path.name.endswith((".safetensors", ".index.json")):
+        headers = read_headers(path)
+        return config_of(headers), headers
     if not path.is_dir():
-        return _checked(read_json(path), path), None
+        raw = read_json(path)
+        return _listed(raw, path) if isinstance(raw.get("tensors"), Mapping) else (_checked(raw, path), None)
+    if not (path / CONFIG).is_file():
+        headers = read_headers(path)
+        return config_of(headers), headers
     has_weights = any((path / name).is_file() for name in (WEIGHTS, INDEX))
     return _checked(read_json(path / CONFIG), path), read_headers(path) if has_weights else None
+
+
+def _listed(raw: JSON, path: Path) -> tuple[JSON, dict[str, TensorHeader]]:
+    """A tensor list, with the config it hints at (`config_hint`: keys, or `ref`, another file) over what shapes say."""
+    headers, hint = read_list(raw, path.name), raw.get("config_hint")
+    hint = dict(hint) if isinstance(hint, Mapping) else {}
+    reference = hint.pop("ref", None)
+    if isinstance(reference, str):
+        return read_json(path.parent.parent / reference), headers
+    return config_of(headers, hint), headers
 
 
 def _checked(raw: JSON, path: Path) -> JSON:

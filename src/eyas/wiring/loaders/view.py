@@ -16,7 +16,9 @@ from eyas.formats.taps import IDS_KEY, TapKeys
 Config = Mapping[str, Any]
 Block = Literal["llama", "qwen3", "mla"]
 NESTED_IDS = f"eagle_config.{IDS_KEY}"
-DEFAULT_THETA, DEFAULT_CONTEXT, DEFAULT_AUX = 10_000.0, 2048, 3
+DEFAULT_THETA, DEFAULT_AUX = 10_000.0, 3
+DEFAULT_CONTEXTS = {"deepseek_v3": 4096, "kimi_k2": 4096, "qwen3": 32768}
+"""max_position_embeddings where config.json has none, by its model_type (transformers 5); 2048 for a Llama."""
 
 SGLANG_CLASSES: dict[str, tuple[Block, str]] = {
     "LlamaForCausalLMEagle3": ("llama", "0.5.11"),
@@ -128,6 +130,7 @@ def _sizes(config: Config) -> dict[str, Read]:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     reads = {name: find(config, [name]) for name in (*names, *latent) if name in names or name in config}
+    kind = str(config.get("model_type"))
     reads["num_hidden_layers"] = find(config, ["num_hidden_layers"], 32)
     reads["num_key_value_heads"] = find(config, ["num_key_value_heads"], reads["num_attention_heads"].value)
     hidden, heads = reads["hidden_size"].value, reads["num_attention_heads"].value
@@ -135,7 +138,7 @@ def _sizes(config: Config) -> dict[str, Read]:
     reads["head_dim"] = find(config, ["head_dim"], per_head, truthy=True)
     reads["target_hidden_size"] = find(config, ["target_hidden_size"], hidden)
     reads["draft_vocab_size"] = find(config, ["draft_vocab_size"])
-    reads["max_position_embeddings"] = find(config, ["max_position_embeddings"], DEFAULT_CONTEXT)
+    reads["max_position_embeddings"] = find(config, ["max_position_embeddings"], DEFAULT_CONTEXTS.get(kind, 2048))
     return reads
 
 

@@ -22,6 +22,9 @@ def keys_problems(case: Case) -> Iterator[Problem]:
     if case.sglang and case.view.get("tie_word_embeddings") and _own_head(case):
         found = "true: the embedding stands in for the draft's head, whose tensor is dropped"
         yield Problem("tied_head", "tie_word_embeddings", "false", found, "tie_word_embeddings = false")
+    if case.sglang and case.view.block == "mla" and case.headers is None and case.view.get("q_lora_rank") is None:
+        found = "absent: ValueError at start"
+        yield Problem("config_key_missing", "q_lora_rank", "an integer", found, "write q_lora_rank", "error")
     yield from _layers(case)
 
 
