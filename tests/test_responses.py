@@ -313,12 +313,20 @@ def test_other_settings_or_prompts_stop_with_the_fields_name(tmp_path: Path, whe
     else:
         with pytest.raises(RuntimeError):
             _stop(prompts, out, where)
-    with pytest.raises(InputError, match="responses: max_new_tokens = 13"):
+        (out / RESPONSES).write_text('{"id": "p0')
+    with pytest.raises(InputError, match=r"responses\.max_new_tokens = 13"):
         respond(prompts, out, quick(max_new_tokens=13), where)
-    with pytest.raises(InputError, match=r"responses: target\.name"):
+    with pytest.raises(InputError, match=r"responses\.target\.name"):
         respond(prompts, out, quick(), TargetSettings(name="elsewhere"))
     with pytest.raises(InputError, match="the prompts it is made from"):
         respond(write_prompts(tmp_path / "p2", [["snow"]]), out, quick(), where)
+
+
+def test_a_run_that_failed_before_its_first_answer_may_be_mended(tmp_path: Path, where: TargetSettings) -> None:
+    prompts, out = write_prompts(tmp_path / "p", [["rain"]]), tmp_path / "r"
+    with pytest.raises(InputError):
+        respond(prompts, out, quick(), TargetSettings(name="no-such-target"))
+    assert respond(prompts, out, quick(), where).settings["target"]["name"] == where.name
 
 
 def test_changed_prompts_are_refused(tmp_path: Path, where: TargetSettings) -> None:

@@ -89,7 +89,7 @@ def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> S
     if stage.complete is not None:
         return stage
     path = folder / PROGRESS
-    if path.is_file():
+    if path.is_file() and _has_data(folder):
         try:
             state = json.loads(path.read_text())
         except ValueError as error:
@@ -120,6 +120,12 @@ def result_stage(
     write_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
     stage.finish(files={RESULT: hash_file(folder / RESULT)}, facts={})
     return result, False
+
+
+def _has_data(folder: Path) -> bool:
+    """Whether anything was made yet. Where a first run failed at once (a wrong setting), mending it is no conflict."""
+    files = (file for file in folder.iterdir() if file.name != PROGRESS and not file.name.startswith("."))
+    return any(file.stat().st_size > 0 for file in files)
 
 
 def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:

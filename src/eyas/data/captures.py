@@ -18,13 +18,13 @@ from torch import Tensor
 
 from eyas.data.responses import RESPONSES, read_responses
 from eyas.data.shards import INDEX, Entry, Sample, pack, plan_shards, shard_name, write_index, write_shard
-from eyas.stage import Stage, begin, check_file
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries, default_boundaries
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target, record_boundaries
 from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, TargetSettings
 from eyas.run import JSON, Manifest, check_same, hash_bytes, hash_file, read_manifest, write_atomic
+from eyas.stage import Stage, begin, check_file
 
 JOURNAL = "shards.json"
 TRUNCATED = "assistant truncated"

@@ -19,12 +19,12 @@ import torch
 from eyas.data.decode import Answer, Request, decode
 from eyas.data.samples import Message, answerable_turns, render, template_facts
 from eyas.data.sampling import Sampler
-from eyas.stage import Stage, begin, check_file
 from eyas.errors import InputError
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import RespondSettings, TargetSettings
 from eyas.run import JSON, Manifest, disk_error, hash_file, read_manifest
+from eyas.stage import Stage, begin, check_file
 
 RESPONSES, PROMPTS = "responses.jsonl", "prompts.jsonl"
 SYNC_EVERY_S = 3.0
