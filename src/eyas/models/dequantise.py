@@ -7,6 +7,8 @@ out, compressed-tensors' pack-quantized int4.
 Shapes: R rows (outputs), C columns (inputs), E experts (may lead), G groups of 32 columns, S columns under one scale.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     A byte holds two values, the low four bits first; a scale byte b stands for 2^(b - 127).
     """
     assert blocks.shape[:-1] == scales.shape, f"blocks {tuple(blocks.shape)} against scales {tuple(scales.shape)}"
-    values = torch.tensor(E2M1, device=blocks.device)
-    pairs = torch.stack((values[(blocks & 0xF).int()], values[(blocks >> 4).int()]), dim=-1)
-    groups = pairs.flatten(-2)
+    groups = from_nibbles(blocks, E2M1)
     exponents = scales.int() - E8M0_BIAS
     return torch.ldexp(groups, exponents[..., None], out=groups).flatten(-2)
 
@@ -51,8 +51,17 @@ def from_packed_int4(packed: Tensor, scale: Tensor, shape: tuple[int, int], grou
     rows, columns = shape
     assert tuple(packed.shape) == (rows, -(-columns // 8)), f"packed {tuple(packed.shape)} for {shape}"
     assert tuple(scale.shape) == (rows, -(-columns // group_size)), f"scales {tuple(scale.shape)} for {shape}"
-    nibbles = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    values = (((packed[..., None] >> nibbles) & 0xF) - 8).float().flatten(1)[:, :columns]
+    bytes_ = packed.view(torch.uint8)  # the file's words are little-endian, as every machine torch runs on
+    values = from_nibbles(bytes_, range(-8, 8))[:, :columns]
     for index, columns_RS in enumerate(values.split(group_size, dim=1)):
         columns_RS.mul_(scale[:, index, None].float())
     return values
+
+
+def from_nibbles(codes: Tensor, values: Sequence[float]) -> Tensor:
+    """float32 [..., 2 N] of uint8 [..., N]: two 4-bit codes a byte, low bits first, each `values[code]`.
+
+    One look-up a byte in a table of 256 pairs: a third of the time, and of the memory, of one a code.
+    """
+    table = torch.tensor([(values[byte & 0xF], values[byte >> 4]) for byte in range(256)], device=codes.device)
+    return table.float().index_select(0, codes.reshape(-1).int()).reshape(*codes.shape[:-1], -1)
