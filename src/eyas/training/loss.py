@@ -61,10 +61,11 @@ class Sums:
         return (self.hits / self.rows.clamp(min=1)).tolist()
 
 
-def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows) -> list[Tensor]:
+def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int = 1) -> list[Tensor]:
     """h of the supervised rows at every step, [R[s], H], before the norm: true tokens, the draft's own states.
 
-    Prompt rows take part in step 0 with their keys and values only.
+    Prompt rows take part in step 0 with their keys and values only. `pace`: rotary positions that a step moves on; any
+    but 1 is a wiring fault, unrolled to be told from the right one (wiring/hypotheses).
     """
     attention = TTTAttention(rows, draft.config.sliding_window)
     # What follows a document's last row is never attended to. A single document's ids may go on beyond its taps.
@@ -76,7 +77,7 @@ def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows) -> list[Ten
         attention.begin(step)
         index = rows.index[step]
         state = draft.feedback(hidden)[:, rows.inside[step]]
-        rope = draft.rope(rows.positions_T[index][None] + step)
+        rope = draft.rope(rows.positions_T[index][None] + step * pace)
         hidden = draft(ids_T[index + 1 + step][None], state, rope, attention)
         unrolled.append(hidden[0])
     return unrolled

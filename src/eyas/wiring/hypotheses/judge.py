@@ -1,0 +1,175 @@
+"""Every wiring measured, compared with the declared one, and what follows: a finding, nothing, or 'cannot be told'."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from eyas.progress import Progress
+from eyas.wiring.findings import Finding
+from eyas.wiring.hypotheses.compare import NATS, Effect, paired
+from eyas.wiring.hypotheses.measure import Outcome, Rig
+from eyas.wiring.hypotheses.wirings import ANEW, DECLARED, Wiring
+
+TELLING = "token_shift"
+"""A draft that does not mind which token it embeds is too weak, or too broken, for any wiring to be told by it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One wiring that was tried."""
+
+    wiring: Wiring
+    outcome: Outcome
+    effect: Effect
+    """Over the declared wiring; of taps computed anew also over the declared ones computed anew, whichever is less."""
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        outcome, effect = self.outcome, self.effect
+        return {
+            "wiring": self.wiring.name,
+            "code": self.wiring.code,
+            "loss": [round(value, 4) for value in outcome.mean_loss],
+            "accuracy": [round(value, 4) for value in outcome.accuracy],
+            "accept_length": round(outcome.accept_length, 4),
+            "effect": round(effect.nats, 4),
+            "low": round(effect.low, 4),
+            "high": round(effect.high, 4),
+            "told": "better" if effect.better else "worse" if effect.worse else "no",
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the trials show together."""
+
+    declared: Trial
+    others: list[Trial]
+    documents: int
+    rows: int
+    best: Trial | None = None
+    """The wiring the draft was made for, where that is not the declared one."""
+    rivals: list[Trial] = field(default_factory=list)
+    """Wirings that explain the rows as well as the best."""
+
+    @property
+    def untold(self) -> list[Trial]:
+        return [trial for trial in self.others if trial.effect.untold and trial.wiring.name != ANEW]
+
+    @property
+    def telling(self) -> bool:
+        """Whether this draft can show anything: it must mind the token that it embeds."""
+        shifted = [trial for trial in self.others if trial.wiring.token]
+        return self.best is not None or all(trial.effect.worse for trial in shifted)
+
+
+def judge(rig: Rig, wirings: Sequence[Wiring]) -> Verdict:
+    """Measure `wirings`, the declared one first, and name the one that explains the rows best."""
+    outcomes = {}
+    with Progress("check: hypotheses", len(wirings), "wirings") as bar:
+        for wiring in wirings:
+            outcomes[wiring.name] = rig.measure(wiring)
+            bar.advance(1)
+    return weigh(wirings, outcomes, rig.document)
+
+
+def weigh(wirings: Sequence[Wiring], outcomes: dict[str, Outcome], document: list[torch.Tensor]) -> Verdict:
+    """The verdict over measured outcomes; `document` [R[s]] a step says whose row each is."""
+    assert wirings[0].name == DECLARED, "the declared wiring comes first"
+
+    def effect(over: str, wiring: Wiring, from_step: int = wirings[0].from_step) -> Effect:
+        steps = slice(max(from_step, wiring.from_step), None if wiring.from_step else max(from_step, 0) + 1)
+        loss = [torch.cat(outcomes[name].loss[steps]) for name in (over, wiring.name)]
+        return paired(loss[0], loss[1], torch.cat(document[steps]))
+
+    trials = []
+    for wiring in wirings:
+        found = effect(DECLARED, wiring)
+        if wiring.blocks is not None and wiring.name != ANEW and ANEW in outcomes:
+            found = min(found, effect(ANEW, wiring), key=lambda one: one.nats)
+        trials.append(Trial(wiring, outcomes[wiring.name], found))
+    better = [trial for trial in trials if trial.effect.better]
+    declared, others = trials[0], trials[1:]
+    rows, documents = len(document[0]), len(document[0].unique())
+    if not better:
+        return Verdict(declared, others, documents, rows)
+    first = max(better, key=lambda trial: trial.effect.nats)
+
+    def as_good(trial: Trial) -> bool:
+        same_steps = trial.wiring.from_step == first.wiring.from_step
+        return same_steps and not effect(trial.wiring.name, first.wiring).better
+
+    equals = [trial for trial in better if as_good(trial)]
+    best = equals[0] if first in equals else first
+    rivals = [trial for trial in equals if trial is not best]
+    return Verdict(declared, others, documents, rows, best, rivals)
+
+
+def describe(trial: Trial) -> str:
+    """A wiring's figures in a line; those of the steps that tell it."""
+    outcome, step = trial.outcome, trial.wiring.from_step
+    return (
+        f"{trial.wiring.name}: loss {outcome.mean_loss[step]:.2f} nats, accuracy {outcome.accuracy[step]:.2f}, "
+        f"accept length {outcome.accept_length:.2f}"
+    )
+
+
+def finding_of(verdict: Verdict, name_captures: Callable[[], list[Finding]]) -> list[Finding]:
+    """The finding of the best wiring. `name_captures` says what captured taps are that the target does not give."""
+    best = verdict.best
+    if best is None:
+        return []
+    if best.wiring.name == ANEW:
+        return name_captures() or [captures_finding(verdict, best)]
+    assert best.wiring.code is not None, "a near-miss has a code"
+    at = Trial(verdict.declared.wiring, verdict.declared.outcome, best.effect)
+    step = best.wiring.from_step
+    figures = (verdict.declared.outcome.mean_loss[step], verdict.declared.outcome.accuracy[step])
+    also = f" As good: {', '.join(one.wiring.name for one in verdict.rivals)}." if verdict.rivals else ""
+    return [
+        Finding(
+            code=best.wiring.code,
+            severity="error",
+            where=best.wiring.where,
+            expected=describe(best),
+            found=f"{DECLARED}: loss {figures[0]:.2f} nats, accuracy {figures[1]:.2f}, "
+            f"accept length {at.outcome.accept_length:.2f}",
+            fix=best.wiring.fix,
+            message=f"Over {verdict.rows} rows of {verdict.documents} documents the draft was made for "
+            f"{best.wiring.name}: {best.effect.words()} better a row than as declared.{also}",
+        )
+    ]
+
+
+def captures_finding(verdict: Verdict, best: Trial) -> Finding:
+    """The target's own states serve the draft better than the captured ones, and nothing names those."""
+    return Finding(
+        code="quantization_mismatch",
+        severity="error",
+        where="captures: taps",
+        expected=describe(best),
+        found=describe(verdict.declared),
+        fix="capture again from the target, weights and precision that will be served",
+        message=f"The target's own states give {best.effect.words()} a row over the captured ones.",
+    )
+
+
+def evidence(verdict: Verdict) -> str:
+    """What was tried, in a line or two."""
+    ruled_out = [trial for trial in verdict.others if trial.effect.worse]
+    parts = [
+        f"{verdict.rows} rows of {verdict.documents} documents, {len(verdict.others)} other wirings tried",
+        describe(verdict.declared),
+    ]
+    if verdict.best is not None:
+        parts.append(f"better: {describe(verdict.best)}")
+    if ruled_out:
+        nearest = max(ruled_out, key=lambda trial: trial.effect.nats)
+        costs = f"{len(ruled_out)} cost {-nearest.effect.nats:.2f} nats ({nearest.wiring.name}) or more"
+        parts.append(costs)
+    if verdict.untold:
+        names = ", ".join(trial.wiring.name for trial in verdict.untold)
+        parts.append(f"loss cannot tell (under {NATS} nats, or unsure): {names}")
+    return "; ".join(parts)
