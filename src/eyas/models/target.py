@@ -21,11 +21,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.draft_config import TargetIdentity
+from eyas.formats.headers import read_headers
 from eyas.formats.taps import check_boundaries
+from eyas.formats.target_config import layer_prefix, read_config, text_config
 from eyas.models.gguf import DEFAULT_TARGET, default_target_folder
 from eyas.run import hash_bytes, hash_json
 
@@ -218,10 +222,12 @@ def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote
     _check_files(folder, trust_remote_code)
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        nested = {} if trust_remote_code else _nested(folder)
+        config = {"config": nested["config"]} if nested else {"trust_remote_code": trust_remote_code}
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **config)
         # In the checkpoint's own precision first: the identity hash must not depend on what we compute in.
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+            folder, dtype="auto", use_safetensors=True, output_loading_info=True, **(nested or config)
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unloadable(folder, str(error).strip().splitlines()[0]) from error
@@ -231,6 +237,24 @@ def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote
     identity = _identity(name, folder, model)
     _cast(model, wanted)
     return Target(model, tokenizer, folder, identity, wanted)
+
+
+def _nested(folder: Path) -> dict[str, Any]:
+    """How to load a language model that lies inside another (Kimi-K2.5), or goes by a name transformers lacks (Kimi-K2).
+
+    Its own config, and the prefixes of its tensor names to take off; empty where transformers knows the folder itself.
+    """
+    declared = read_config(folder)
+    text = text_config(declared)
+    if declared.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text["model_type"] not in CONFIG_MAPPING:
+        return {}
+    names = read_headers(folder)
+    heads = [name.removesuffix("weight") for name in names if name.endswith("lm_head.weight")]
+    prefixes = {layer_prefix(names, folder): "model.", **dict.fromkeys(heads, "lm_head.")}
+    return {
+        "config": CONFIG_MAPPING[text["model_type"]].from_dict(text),
+        "key_mapping": {f"^{re.escape(found)}": ours for found, ours in prefixes.items()},
+    }
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
