@@ -67,6 +67,10 @@ class TargetForward:
         """float32 logits [R, V]."""
         return self.target.logits(normed_BRH)[0].float()
 
+    def state(self, boundary: int) -> Tensor:
+        """One tapped boundary [1, R, H] of the latest forward."""
+        return self._states[boundary]
+
     def taps(self) -> Tensor:
         """Concatenated taps [1, R, A] of the latest forward, ascending boundaries."""
         return torch.cat([self._states[boundary] for boundary in self.boundaries], dim=-1)

@@ -15,8 +15,10 @@ from eyas.engine.forward import TargetForward
 from eyas.engine.linear import uninstall
 from eyas.engine.propose import ChainProposer, Proposer, prepared
 from eyas.engine.settle import layer_linears, settle
+from eyas.engine.trace import EngineTrace
 from eyas.engine.verify import Finish, judge
 from eyas.errors import InputError
+from eyas.formats.trace import TraceRequest
 from eyas.models.draft import Draft
 from eyas.models.target import Target
 from eyas.progress import say
@@ -48,7 +50,7 @@ class Engine:
 
     `num_steps` is the longest chain it will be asked for: it fixes the row bucket. `kernels` "auto" measures, "torch"
     keeps F.linear. The target's modules are used in place (attention and linears are exchanged), so one engine at a
-    time owns a target: close() gives it back.
+    time owns a target: close() gives it back. `trace` (None: as EYAS_TRACE says) records every stage until close().
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Engine:
         num_steps: int = 1,
         kernels: str = "auto",
         announce: bool = True,
+        trace: TraceRequest | None = None,
     ) -> None:
         self.target, self.num_steps = target, num_steps
         boundaries = () if draft is None else draft.config.boundaries
@@ -66,11 +69,14 @@ class Engine:
         chain = None if draft is None else ChainProposer(prepared(draft, target))
         self.proposer: Proposer | None = chain
         self._linears = [*layer_linears(target), target.head]
+        self.trace: EngineTrace | None = None
         try:
             with torch.inference_mode():
                 self.facts = settle(self.forward, num_steps + 1, kernels)
                 if chain is not None:
                     self._linears += chain.settle(num_steps + 1, kernels)
+            request = trace or TraceRequest.from_environment()
+            self.trace = None if request is None else EngineTrace(request, self.forward, chain)
         except InputError:
             self.close()
             raise
@@ -78,7 +84,10 @@ class Engine:
             say(self.facts.describe())
 
     def close(self) -> None:
-        """Give target and draft their own attention and linears back."""
+        """Give target and draft their own attention and linears back; complete the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.close()
+            self.trace = None
         self.forward.close()
         uninstall(self._linears)
 
@@ -109,6 +118,8 @@ class Engine:
             self.forward.rows = bucket
 
     def _generate(self, prompt: list[int], room: int, num_steps: int, stop_ids: frozenset[int]) -> Generation:
+        if self.trace is not None:
+            self.trace.begin()
         started = time.perf_counter()
         state, taps = self.forward.prefill(prompt)
         first = int(self.forward.logits(state)[-1].argmax())
@@ -123,6 +134,8 @@ class Engine:
             drafted = self.proposer.propose(num_steps) if self.proposer and num_steps else []
             chosen = self._choose([ids[-1], *drafted], start)
             verdict = judge(drafted, chosen, stop_ids, room - len(ids))
+            if self.trace is not None:
+                self.trace.judged(drafted, chosen, verdict)
             if drafted and verdict.finish is None:
                 stand = verdict.accepted + 1
                 self._observe(self.forward.taps()[:, :stand], chosen[:stand], start)
@@ -140,6 +153,8 @@ class Engine:
 
     def _observe(self, taps: Tensor | None, ids: list[int], start: int) -> None:
         assert self.proposer is not None and taps is not None, "drafting needs a draft and its taps"
+        if self.trace is not None:
+            self.trace.observing(taps, start)
         self.proposer.observe(taps, ids, start)
 
     def _reserve(self, rows: int) -> None:
