@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -72,6 +74,7 @@ def _gpt_oss() -> PreTrainedModel:
 
 BUILD = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON | {"head_dim": 16})),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON | MOE | {"num_experts": EXPERTS, "head_dim": 16, "norm_topk_prob": True})

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
-from checkpoints import BUILD, LAYERS, QUANTISATIONS, published, save_shards, tiny
+from checkpoints import BUILD, LAYERS, QUANTISATIONS, VOCAB, published, save_shards, tiny
 from eyas.errors import InputError
 from eyas.models.streaming.backbone import stream_boundaries
 from eyas.models.streaming.plan import plan
 from eyas.models.target import load_target
 from eyas.wiring.reference import final_normed, fits, reference_boundaries
 from sparse import KIMI_K2, kimi_k2_tensors, save_sparse
+from tiny import tiny_tokenizer
 
 PROBE = [1, *range(5, 120, 3), *range(119, 60, -4)]
 
@@ -115,8 +116,12 @@ def test_kimi_and_nested_text_configs_are_followed(prefix: str, tmp_path: Path) 
     tensors["mm_projector.proj.0.weight"] = torch.ones(4, 4)
     folder = save_shards(tmp_path / "target", config, tensors)
     whole = in_memory(model)
-    for ours, theirs in zip(reference_boundaries(folder, PROBE), whole, strict=True):
+    for ours, theirs in zip(stream_boundaries(folder, PROBE), whole, strict=True):
         assert torch.equal(ours, theirs)
+    tiny_tokenizer().save_pretrained(folder)
+    assert fits(folder)
+    for ours, theirs in zip(reference_boundaries(folder, PROBE), whole, strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
     with torch.inference_mode():
         assert torch.equal(final_normed(folder, whole[-1]), model.model.norm(whole[-1]))
 
@@ -179,6 +184,23 @@ def test_what_cannot_be_streamed_is_said_by_name(tmp_path: Path) -> None:
     del tensors["model.layers.2.self_attn.k_proj.weight"]
     with pytest.raises(InputError, match=r"model.layers.2.self_attn.k_proj.weight"):
         stream_boundaries(save_shards(tmp_path / "d", config, tensors), PROBE)
+    narrow = config | {"intermediate_size": 95}
+    with pytest.raises(InputError, match=r"layers.0.mlp.gate_proj.weight of shape \[95, 64\]"):
+        stream_boundaries(save_shards(tmp_path / "e", narrow, tensors), PROBE)
+    with pytest.raises(InputError, match=f"a row of model.embed_tokens.weight below 128; got {VOCAB}"):
+        stream_boundaries(tmp_path / "e", [1, VOCAB])
     (tmp_path / "d" / "config.json").write_text(json.dumps(config)[:50])
     with pytest.raises(InputError, match="a JSON object"):
         stream_boundaries(tmp_path / "d", PROBE)
+
+
+def test_scales_that_do_not_fit_their_weights_are_refused(tmp_path: Path) -> None:
+    model = tiny("deepseek_v3")
+    for scheme, suffix in (("fp8", "q_a_proj.weight_scale_inv"), ("int4", "1.mlp.experts.0.up_proj.weight_scale")):
+        quantise, declared = QUANTISATIONS[scheme]
+        stored = quantise(published(model))[0]
+        name = next(name for name in stored if name.endswith(suffix))
+        stored[name] = stored[name][:, :1].repeat(1, 7)
+        folder = save_shards(tmp_path / scheme, model.config.to_dict() | {"quantization_config": declared}, stored)
+        with pytest.raises(InputError, match=f"{suffix} of shape"):
+            stream_boundaries(folder, list(range(2, 120)))

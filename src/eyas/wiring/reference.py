@@ -14,10 +14,9 @@ from torch import Tensor
 
 from eyas.formats.headers import read_headers
 from eyas.formats.quantization import read_quantization
-from eyas.formats.target_config import read_config, text_config
 from eyas.models.streaming.backbone import final_norm_of, stream_boundaries
 from eyas.models.streaming.plan import BEYOND, float_bytes
-from eyas.models.target import Target, load_target, record_boundaries
+from eyas.models.target import Target, load_target, record_boundaries, resolve_target
 
 SHARE_OF_MEMORY = 0.5
 """A target is loaded whole where its float32 weights take less than this share of the free memory: loading holds the
@@ -41,6 +40,7 @@ def reference_boundaries(
 @torch.inference_mode()
 def boundaries_in_memory(target: Target, ids: list[int], up_to: int | None = None) -> list[Tensor]:
     """`reference_boundaries` of a loaded target."""
+    assert up_to is None or up_to >= 0, f"boundary {up_to}"
     last = target.num_hidden_layers if up_to is None else min(target.num_hidden_layers, up_to + BEYOND)
     wanted = range(last + 1)
     with record_boundaries(target, tuple(wanted)) as recorder:
@@ -57,11 +57,14 @@ def final_normed(target: Target | Path, boundary_n_TH: Tensor) -> Tensor:
 
 
 def fits(folder: Path) -> bool:
-    """Whether to load `folder` whole: plain floats of a model transformers knows by its name, small enough."""
-    config = read_config(folder)
-    plain = read_quantization(folder).scheme == "none"
-    known = text_config(config)["model_type"] == config.get("model_type")
-    if not (plain and known and (folder / "tokenizer_config.json").is_file()):
+    """Whether to load `folder` whole: plain floats, a tokenizer beside them, and small enough."""
+    if read_quantization(folder).scheme != "none" or not (folder / "tokenizer_config.json").is_file():
         return False
     needed = sum(float_bytes(name, header) for name, header in read_headers(folder).items())
     return needed < SHARE_OF_MEMORY * psutil.virtual_memory().available
+
+
+def open_reference(name: str, *, trust_remote_code: bool = False) -> Target | Path:
+    """A target to compare with: loaded where it fits in memory, else its folder, to be streamed."""
+    folder = resolve_target(name, trust_remote_code=trust_remote_code)
+    return load_target(name, trust_remote_code=trust_remote_code) if fits(folder) else folder

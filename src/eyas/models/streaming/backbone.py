@@ -117,7 +117,8 @@ def prepare_layers(streamed: Streamed, device: torch.device | str, states: list[
         experts = getattr(layer.mlp, "experts", None)  # dense layers have none
         if experts is not None:
             one = one or one_expert(experts)
-            load = partial(load_expert, checkpoint, f"{stem}mlp.experts.", [name for name, _ in one.named_parameters()])
+            shapes = {name: tuple(slot.shape[1:]) for name, slot in one.named_parameters()}
+            load = partial(load_expert, checkpoint, f"{stem}mlp.experts.", shapes)
             layer.mlp.experts = StreamedExperts(one, load, EXPERT_GROUP)
         layer.register_forward_pre_hook(partial(fill, stem))
         layer.register_forward_hook(drop)
@@ -125,16 +126,26 @@ def prepare_layers(streamed: Streamed, device: torch.device | str, states: list[
 
 def fill_module(module: nn.Module, checkpoint: Checkpoint, stem: str, device: torch.device | str) -> None:
     """Give `module` its own tensors, in float32 on `device`."""
-    state = {name: checkpoint.load(f"{stem}{name}").to(device) for name in module.state_dict()}
+    state: dict[str, Tensor] = {}
+    for name, slot in module.state_dict().items():
+        tensor = checkpoint.load(f"{stem}{name}")
+        if tensor.shape != slot.shape:
+            raise checkpoint.misshapen(f"{stem}{name}", tuple(slot.shape), tuple(tensor.shape))
+        state[name] = tensor.to(device)
     module.load_state_dict(state, strict=True, assign=True)
 
 
-def load_expert(checkpoint: Checkpoint, stem: str, names: list[str], expert: int) -> dict[str, Tensor]:
-    """Parameters `names` of one expert [1, ...], from a stack's row or from tensors of its own."""
-
-    def load(name: str) -> Tensor:
+def load_expert(
+    checkpoint: Checkpoint, stem: str, shapes: dict[str, tuple[int, ...]], expert: int
+) -> dict[str, Tensor]:
+    """Parameters of one expert by name, [1, *shape], from a stack's row or from tensors of its own."""
+    state: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
         if f"{stem}{name}" in checkpoint or name not in PER_EXPERT:
-            return checkpoint.row(f"{stem}{name}", expert)
-        return torch.cat([checkpoint.load(f"{stem}{expert}.{part}.weight") for part in PER_EXPERT[name]])
-
-    return {name: load(name)[None] for name in names}
+            tensor = checkpoint.row(f"{stem}{name}", expert)
+        else:
+            tensor = torch.cat([checkpoint.load(f"{stem}{expert}.{part}.weight") for part in PER_EXPERT[name]])
+        if tuple(tensor.shape) != shape:
+            raise checkpoint.misshapen(f"{stem}{expert}.{name}", shape, tuple(tensor.shape))
+        state[name] = tensor[None]
+    return state

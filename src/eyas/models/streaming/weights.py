@@ -61,6 +61,7 @@ class Checkpoint:
         if name in self.headers and self.headers[name].dtype in FLOATS:
             return self._read(name, index).float()
         if blocks_name(name) in self.headers and self.quantization.scheme == "mxfp4":
+            self.expect(scales_name(name), (self.headers[blocks_name(name)].shape or ())[:-1])
             rows_RC = from_mxfp4(self._read(blocks_name(name), index), self._read(scales_name(name), index))
             return rows_RC.T.contiguous()  # gpt-oss multiplies x @ W, and stores W transposed
         raise self._missing(name)
@@ -70,7 +71,9 @@ class Checkpoint:
         if dtype in FLOATS:
             return self._read(name).float()
         if dtype == "F8_E4M3" and self.quantization.scheme == "fp8" and f"{name}_scale_inv" in self.headers:
-            return from_fp8_blocks(self._read(name), self._read(f"{name}_scale_inv"), self.quantization.block)
+            block, shape = self.quantization.block, self.headers[name].shape or ()
+            self.expect(f"{name}_scale_inv", tuple(-(-size // step) for size, step in zip(shape, block, strict=True)))
+            return from_fp8_blocks(self._read(name), self._read(f"{name}_scale_inv"), block)
         raise InputError(
             wanted=f"{name} in floats, or as the config declares ({self.quantization.words})",
             got=f"{dtype} {list(self.headers[name].shape or ())}",
@@ -80,9 +83,29 @@ class Checkpoint:
 
     def _packed(self, name: str) -> Tensor:
         stem = packed_name(name).removesuffix("_packed")
+        self.expect(f"{stem}_shape", (2,))
         rows, columns = self._read(f"{stem}_shape").tolist()
+        group_size = self.quantization.group_size
+        self.expect(f"{stem}_packed", (rows, -(-columns // 8)))
+        self.expect(f"{stem}_scale", (rows, -(-columns // group_size)))
         scale = self._read(f"{stem}_scale")
-        return from_packed_int4(self._read(f"{stem}_packed"), scale, (rows, columns), self.quantization.group_size)
+        return from_packed_int4(self._read(f"{stem}_packed"), scale, (rows, columns), group_size)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise InputError where the stored tensor `name` is absent or not of `shape`."""
+        header = self.headers.get(name)
+        if header is None:
+            raise self._missing(name)
+        if header.shape != shape:
+            raise self.misshapen(name, shape, header.shape or ())
+
+    def misshapen(self, name: str, wanted: tuple[int, ...], got: tuple[int, ...]) -> InputError:
+        return InputError(
+            wanted=f"{name} of shape {list(wanted)}, by config.json",
+            got=str(list(got)),
+            where=str(self.folder),
+            next="give the config.json that belongs to these tensors",
+        )
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
         """The stored tensor, or row `index` of its first axis."""
@@ -95,6 +118,13 @@ class Checkpoint:
                 got=str(header.dtype),
                 where=str(self.folder / header.file),
                 next="give a checkpoint in a supported format",
+            )
+        if index is not None and not 0 <= index < header.shape[0]:
+            raise InputError(
+                wanted=f"a row of {name} below {header.shape[0]}",
+                got=str(index),
+                where=str(self.folder),
+                next="give token ids of this target's own tokenizer",
             )
         shape = header.shape if index is None else header.shape[1:]
         tensor = torch.empty(shape, dtype=DTYPES[header.dtype])
