@@ -5,6 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eyas.wiring.words import check_words
+
 WIDE_LIST = 12
 HIDDEN = frozenset({"files", "versions", "machine", "command", "format"})
 NO_COLUMN = frozenset({"facts"})
@@ -12,6 +14,9 @@ NO_COLUMN = frozenset({"facts"})
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print one command's result to `console`."""
+    if {"verdict", "checks", "findings"} <= result.keys():
+        console.print(check_words(result), markup=False, soft_wrap=True)
+        return
     for key, value in result.items():
         if key not in HIDDEN:
             show_value(console, key, value, 0)

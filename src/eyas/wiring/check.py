@@ -9,18 +9,20 @@ import torch
 
 from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
-from eyas.models.checkpoint import load_draft
+from eyas.models.checkpoint import load_draft, newest_step
 from eyas.models.draft import Draft
 from eyas.models.target import Target, load_target
 from eyas.models.vocab import check_vocab
 from eyas.run import read_manifest
 from eyas.wiring.findings import Finding
+from eyas.wiring.hypotheses.run import NAME as HYPOTHESES
+from eyas.wiring.hypotheses.run import check_hypotheses
 from eyas.wiring.identify import identify_taps
 from eyas.wiring.loaders import TargetFacts
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.reference import final_normed, reference_boundaries
 from eyas.wiring.served import ALLOWED, walk_against_engine
-from eyas.wiring.static_checks import Check, check_loader
+from eyas.wiring.static_checks import Check, check_loader, check_tables
 from eyas.wiring.tap_findings import tap_findings
 from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
 
@@ -63,10 +65,10 @@ def check(
         )
     reader = None if captures is None else CaptureReader(captures)
     if target_name is None and captures is not None:
-        target_name = read_manifest(captures, "captures").settings.get("target")
+        target_name = read_manifest(captures, "captures").settings.get("target", {}).get("name")
     target = None if target_name is None else load_target(target_name, trust_remote_code=trust_remote_code)
     given = Given(target, reader, draft, export)
-    checks = [one(given) for one in CHECKS]
+    checks = [attempt(name, one, given) for name, one in CHECKS.items()]
     served = export or draft
     if served is not None:
         facts = None if target is None else TargetFacts.of_identity(target.identity, target.context_length)
@@ -77,6 +79,14 @@ def check(
         "checks": [one.as_dict for one in checks],
         "findings": [finding.model_dump() for finding in findings],
     }
+
+
+def attempt(name: str, one: Callable[[Given], Check], given: Given) -> Check:
+    """Run a check; one whose input is refused has failed, and says why, and the others still run."""
+    try:
+        return one(given)
+    except InputError as error:
+        return Check(name, "fail", str(error))
 
 
 def verdict(checks: list[Check], findings: list[Finding]) -> str:
@@ -183,6 +193,10 @@ def check_parity(given: Given) -> Check:
 def check_vocabulary(given: Given) -> Check:
     """d2t and t2d describe one injective, sorted map into the target's vocabulary that keeps the stop tokens."""
     name = "vocabulary"
+    if given.draft_folder is not None:
+        tables = check_tables(newest_step(given.draft_folder))
+        if tables.status == "fail":
+            return tables
     draft = load_checked_draft(given)
     if draft is None or given.target is None:
         return Check(name, "skipped", "needs a draft and its target")
@@ -269,11 +283,19 @@ def check_served(given: Given) -> Check:
     return Check(name, "fail", evidence, [finding], served.as_dict)
 
 
-CHECKS: tuple[Callable[[Given], Check], ...] = (
-    check_taps,
-    check_teacher,
-    check_parity,
-    check_vocabulary,
-    check_export,
-    check_served,
-)
+def check_wirings(given: Given) -> Check:
+    """The draft reads the captured rows best under the wiring it declares."""
+    if given.target is None or given.captures is None or given.draft_folder is None:
+        return Check(HYPOTHESES, "skipped", "needs a draft, captures and the target")
+    return check_hypotheses(given.target, given.draft_folder, given.captures)
+
+
+CHECKS: dict[str, Callable[[Given], Check]] = {
+    "tap identity": check_taps,
+    "teacher": check_teacher,
+    "TTT parity": check_parity,
+    "vocabulary": check_vocabulary,
+    HYPOTHESES: check_wirings,
+    "export": check_export,
+    "acceptance": check_served,
+}

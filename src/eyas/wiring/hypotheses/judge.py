@@ -1,5 +1,6 @@
 """Every wiring measured, compared with the declared one, and what follows: a finding, nothing, or 'cannot be told'."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from eyas.wiring.hypotheses.wirings import ANEW, DECLARED, Wiring
 TELLING = "token_shift"
 """A draft that does not mind which token it embeds is too weak, or too broken, for any wiring to be told by it."""
 
+SAME = 1e-3
+"""Nats below which two wirings are one, save for rounding."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -24,6 +28,11 @@ class Trial:
     outcome: Outcome
     effect: Effect
     """Over the declared wiring; of taps computed anew also over the declared ones computed anew, whichever is less."""
+
+    @property
+    def same(self) -> bool:
+        """Whether it computes what the declared wiring does: rotary attention sees differences of positions only."""
+        return self.effect.high - self.effect.low < SAME and abs(self.effect.nats) < SAME
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -56,7 +65,8 @@ class Verdict:
 
     @property
     def untold(self) -> list[Trial]:
-        return [trial for trial in self.others if trial.effect.untold and trial.wiring.name != ANEW]
+        """Wirings that the loss cannot tell from the declared one; those that compute the same are not among them."""
+        return [one for one in self.others if one.effect.untold and one.wiring.name != ANEW and not one.same]
 
     @property
     def telling(self) -> bool:
@@ -72,17 +82,19 @@ def judge(rig: Rig, wirings: Sequence[Wiring]) -> Verdict:
         for wiring in wirings:
             outcomes[wiring.name] = rig.measure(wiring)
             bar.advance(1)
-    return weigh(wirings, outcomes, rig.document)
+    return weigh(wirings, outcomes, rig.document, math.log(rig.parts.config.vocab_size))
 
 
-def weigh(wirings: Sequence[Wiring], outcomes: dict[str, Outcome], document: list[torch.Tensor]) -> Verdict:
-    """The verdict over measured outcomes; `document` [R[s]] a step says whose row each is."""
+def weigh(
+    wirings: Sequence[Wiring], outcomes: dict[str, Outcome], document: list[torch.Tensor], guess: float
+) -> Verdict:
+    """The verdict over measured outcomes; `document` [R[s]] a step says whose row each is; `guess`: log vocabulary."""
     assert wirings[0].name == DECLARED, "the declared wiring comes first"
 
-    def effect(over: str, wiring: Wiring, from_step: int = wirings[0].from_step) -> Effect:
-        steps = slice(max(from_step, wiring.from_step), None if wiring.from_step else max(from_step, 0) + 1)
+    def effect(over: str, wiring: Wiring) -> Effect:
+        steps = slice(wiring.from_step, None if wiring.from_step else 1)
         loss = [torch.cat(outcomes[name].loss[steps]) for name in (over, wiring.name)]
-        return paired(loss[0], loss[1], torch.cat(document[steps]))
+        return paired(loss[0], loss[1], torch.cat(document[steps]), guess)
 
     trials = []
     for wiring in wirings:
@@ -90,8 +102,8 @@ def weigh(wirings: Sequence[Wiring], outcomes: dict[str, Outcome], document: lis
         if wiring.blocks is not None and wiring.name != ANEW and ANEW in outcomes:
             found = min(found, effect(ANEW, wiring), key=lambda one: one.nats)
         trials.append(Trial(wiring, outcomes[wiring.name], found))
-    better = [trial for trial in trials if trial.effect.better]
     declared, others = trials[0], trials[1:]
+    better = [trial for trial in others if trial.effect.better and more_hits(trial, declared)]
     rows, documents = len(document[0]), len(document[0].unique())
     if not better:
         return Verdict(declared, others, documents, rows)
@@ -105,6 +117,12 @@ def weigh(wirings: Sequence[Wiring], outcomes: dict[str, Outcome], document: lis
     best = equals[0] if first in equals else first
     rivals = [trial for trial in equals if trial is not best]
     return Verdict(declared, others, documents, rows, best, rivals)
+
+
+def more_hits(trial: Trial, declared: Trial) -> bool:
+    """A wiring the draft was made for drafts better too. A weak draft's loss may fall where its drafts get worse."""
+    step = trial.wiring.from_step
+    return trial.outcome.accuracy[step] > declared.outcome.accuracy[step]
 
 
 def describe(trial: Trial) -> str:

@@ -28,7 +28,6 @@ class Parts:
     config: DraftConfig
     tensors: dict[str, Tensor]
     """Float tensors in float32, by canonical name."""
-    ttt_length: int
 
     @classmethod
     def of(cls, folder: Path) -> "Parts":
@@ -54,7 +53,7 @@ class Parts:
                 next="eyas inspect DRAFT lists them",
             )
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
-        return cls(info.draft, tensors, info.ttt_length)
+        return cls(info.draft, tensors)
 
     def build(self, config: DraftConfig, embedding_VH: Tensor, head_DH: Tensor | None = None) -> Draft:
         """The draft under `config`, its tensors shared, not copied. Norms that are not stored start at ones."""

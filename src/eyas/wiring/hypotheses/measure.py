@@ -3,7 +3,8 @@
 The loss is the divergence from the teacher in nats (cross-entropy less the teacher's own entropy): it compares across
 vocabulary tables and teachers, and differs between wirings of one table as cross-entropy does.
 
-Shapes: T packed rows, A width of the taps, H hidden, P teacher rows, R[s] rows supervised at step s, D draft vocabulary.
+Shapes: T packed rows, A width of the taps, H hidden, P teacher rows, R[s] rows supervised at step s,
+D draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.data.shards import CaptureReader, Sample
+from eyas.data.shards import CaptureReader, NormState, Sample
 from eyas.models.draft import Draft
 from eyas.models.target import Target, record_boundaries
 from eyas.models.vocab import target_ids
@@ -70,7 +71,7 @@ class Rig:
     target: Target
     parts: Parts
     samples: list[Sample]
-    last_hidden_norm: str
+    last_hidden_norm: NormState
     rows: Rows = field(init=False)
     document: list[Tensor] = field(init=False)
     """Per step the document of each supervised row."""

@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eyas.data.shards import CaptureReader
 from eyas.models.target import Target
 from eyas.wiring.findings import Finding
 from eyas.wiring.hypotheses.compare import FEWEST_DOCUMENTS
 from eyas.wiring.hypotheses.judge import Verdict, evidence, finding_of, judge
 from eyas.wiring.hypotheses.load import Parts
-from eyas.wiring.hypotheses.measure import Rig, choose
+from eyas.wiring.hypotheses.measure import STEPS, Rig, choose
 from eyas.wiring.hypotheses.wirings import Facts, wirings
 from eyas.wiring.identify import identify_taps
 from eyas.wiring.reference import boundaries_in_memory, final_normed
@@ -37,7 +39,12 @@ def check_hypotheses(target: Target, draft: Path, captures: CaptureReader, recom
     if len(samples) < FEWEST_DOCUMENTS:
         return Check(NAME, "skipped", f"needs {FEWEST_DOCUMENTS} captured answers or more, has {len(samples)}")
     rig = Rig(target, parts, samples, captures.last_hidden_norm)
-    tried = wirings(facts_of(target, parts, recompute))
+    stated = rig.ids_of("declared")
+    tried = [
+        wiring
+        for wiring in wirings(facts_of(target, parts, recompute))
+        if wiring.table == "declared" or not torch.equal(rig.ids_of(wiring.table), stated)
+    ]
     anew = [boundary for wiring in tried for boundary in wiring.blocks or ()]
     if anew:
         rig.compute_anew(anew)
@@ -74,6 +81,8 @@ def figures(verdict: Verdict) -> dict[str, Any]:
     return {
         "rows": verdict.rows,
         "documents": verdict.documents,
+        "steps": STEPS,
+        "code": None if verdict.best is None else verdict.best.wiring.code,
         "accept_length": round(verdict.declared.outcome.accept_length, 4),
         "accept_length_after": round(best.outcome.accept_length, 4),
         "untold": [trial.wiring.name for trial in verdict.untold],
