@@ -240,7 +240,7 @@ def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote
 
 
 def _nested(folder: Path) -> dict[str, Any]:
-    """How to load a language model that lies inside another (Kimi-K2.5), or goes by a name transformers lacks (Kimi-K2).
+    """How to load a language model nested in another (Kimi-K2.5), or under a name transformers lacks (Kimi-K2).
 
     Its own config, and the prefixes of its tensor names to take off; empty where transformers knows the folder itself.
     """

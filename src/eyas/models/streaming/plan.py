@@ -46,7 +46,8 @@ class Layer:
             size //= (header.shape or (1,))[0]
         index = expert[1] or "0"
         self.experts[index] = self.experts.get(index, 0) + size
-        self.unpack_expert = max(self.unpack_expert, unpack_bytes(name, size))
+        parts = 0 if expert[1] is None else size  # gate and up are read apart, then joined
+        self.unpack_expert = max(self.unpack_expert, unpack_bytes(name, size) + parts)
 
     @property
     def group(self) -> int:
