@@ -23,8 +23,9 @@ class TTTAttention:
     def __init__(self, rows: Rows, window: int | None = None) -> None:
         self.rows, self.window = rows, window
         self.step = 0
-        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
-        """Layer to step-0 keys and values [B, K, T, E]."""
+        self.prefix: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Layer to each document's step-0 keys and values [B, K, L, E]. Split once: the gradient of a split is one
+        concatenation, that of a slice a tensor of zeros as large as the whole batch."""
         self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Layer to the current rows' own keys and values of each later step, [B, K, R, E]."""
         self.counts = [rows.per_document(step) for step in range(rows.steps)]
@@ -41,43 +42,48 @@ class TTTAttention:
     def __call__(self, layer: int, query_BNRE: Tensor, key_BKTE: Tensor, value_BKTE: Tensor) -> Tensor:
         """Context [B, N, R, E]. At step 0 keys are all rows' (queries may be fewer); later both are `index[step]`."""
         if self.step == 0:
-            self.prefix[layer] = (key_BKTE, value_BKTE)
-            self.own[layer] = []
+            lengths = [end - start for start, end in pairwise(self.rows.starts)]
+            states = (key_BKTE.split(lengths, dim=2), value_BKTE.split(lengths, dim=2))
+            self.prefix[layer], self.own[layer] = list(zip(*states, strict=True)), []
         else:
             self.own[layer].append((key_BKTE, value_BKTE))
         every_row = self.step == 0 and query_BNRE.shape[2] == self.rows.positions_T.numel()
-        counts = self._lengths() if every_row else self.counts[self.step]
+        counts = [key.shape[2] for key, _ in self.prefix[layer]] if every_row else self.counts[self.step]
+        queries = query_BNRE.split(counts, dim=2)
+        later = [[states.split(counts, dim=2) for states in step] for step in self.own[layer]]
         contexts: list[Tensor] = []
-        first = 0
-        for document, count in enumerate(counts):
-            if count:
-                queries = slice(first, first + count)
-                contexts.append(self._document(layer, document, query_BNRE[:, :, queries], queries, every_row))
-            first += count
+        for document, prefix in enumerate(self.prefix[layer]):
+            if counts[document]:
+                own = [(keys[document], values[document]) for keys, values in later]
+                contexts.append(self._document(document, queries[document], *prefix, own, every_row))
         return torch.cat(contexts, dim=2) if contexts else query_BNRE
 
-    def _lengths(self) -> list[int]:
-        return [end - start for start, end in pairwise(self.rows.starts)]
-
-    def _document(self, layer: int, document: int, query_BNQE: Tensor, queries: slice, every_row: bool) -> Tensor:
-        start, end = self.rows.starts[document], self.rows.starts[document + 1]
-        key_BKLE, value_BKLE = (states[:, :, start:end] for states in self.prefix[layer])
-        own = [(key[:, :, queries], value[:, :, queries]) for key, value in self.own[layer]]
+    def _document(
+        self,
+        document: int,
+        query_BNQE: Tensor,
+        key_BKLE: Tensor,
+        value_BKLE: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+        every_row: bool,
+    ) -> Tensor:
+        length = key_BKLE.shape[2]
         if every_row:
-            mask_QL = _causal(torch.arange(end - start, device=query_BNQE.device), end - start, self.window, 0)
+            mask_QL = _causal(torch.arange(length, device=query_BNQE.device), length, self.window, 0)
         else:
-            mask_QL = self._mask(document, queries, start, end)
-        if not own:
-            return F.scaled_dot_product_attention(
-                query_BNQE, key_BKLE, value_BKLE, attn_mask=mask_QL.to(query_BNQE.dtype), enable_gqa=True
-            )
-        return attend_with_own(query_BNQE, key_BKLE, value_BKLE, own, mask_QL)
+            mask_QL = self._mask(document, length)
+        if own:
+            return attend_with_own(query_BNQE, key_BKLE, value_BKLE, own, mask_QL)
+        return F.scaled_dot_product_attention(
+            query_BNQE, key_BKLE, value_BKLE, attn_mask=mask_QL.to(query_BNQE.dtype), enable_gqa=True
+        )
 
-    def _mask(self, document: int, queries: slice, start: int, end: int) -> Tensor:
+    def _mask(self, document: int, length: int) -> Tensor:
+        """Made once a step for all layers."""
         place = (self.step, document)
         if place not in self.masks:
-            rows_Q = self.rows.index[self.step][queries] - start
-            self.masks[place] = _causal(rows_Q, end - start, self.window, self.step)
+            rows_Q = self.rows.index[self.step].split(self.counts[self.step])[document]
+            self.masks[place] = _causal(rows_Q - self.rows.starts[document], length, self.window, self.step)
         return self.masks[place]
 
 
