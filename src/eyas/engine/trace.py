@@ -131,6 +131,8 @@ class EngineTrace:
     def observing(self, taps_BRA: Tensor, start: int) -> None:
         """The draft is about to be fed the taps of the tokens at start, start + 1, ..."""
         self._flush()
+        if self.call >= self.request.calls:
+            return
         positions = list(range(start, start + taps_BRA.shape[1]))
         self._write("taps", taps_BRA, ids=[self._tokens[position] for position in positions], positions=positions)
 
