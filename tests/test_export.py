@@ -22,6 +22,7 @@ from eyas.run import verify_files
 from test_formats import TARGET, draft_config
 
 BOTH, VLLM = ExportSettings(), ExportSettings(engines=("vllm",))
+OLD_AND_NEW = ExportSettings(engines=("sglang@0.5.12", "sglang@0.5.23"))
 
 
 def saved_draft(folder: Path, **options) -> Draft:
@@ -60,6 +61,8 @@ def first_step_logits(draft: Draft, embedding: torch.Tensor) -> torch.Tensor:
         ({"num_hidden_layers": 3}, BOTH),
         ({"block": "qwen3", "norm_before_residual": True}, VLLM),
         ({"boundaries": (0, 3, 5, 8)}, VLLM),
+        ({"sliding_window": 32}, VLLM),
+        ({"own_embedding": True}, VLLM),
     ],
 )
 def test_an_export_loads_back_to_the_same_logits(tmp_path: Path, options, settings):
@@ -115,7 +118,13 @@ def test_inspect_verify_finds_a_changed_byte(tmp_path: Path):
         ({"own_embedding": True}, BOTH, "embedding"),
         ({"boundaries": (4,)}, BOTH, "skips fc"),
         ({"fc_bias": True}, VLLM, "fc.bias"),
-        ({"sliding_window": 32}, VLLM, "sliding_window"),
+        ({"sliding_window": 32}, BOTH, "sliding_window"),
+        ({"sliding_window": 32, "block": "qwen3"}, ExportSettings(engines=("vllm@0.24",)), "sliding_window"),
+        ({"hidden_size": 32, "head_dim": 8}, BOTH, "64 wide"),
+        ({"boundaries": (1, 4, 6), "target_model_type": "kimi_k2"}, BOTH, "no such list"),
+        ({"boundaries": (0, 4, 6), "target_model_type": "kimi_k2"}, VLLM, "boundary 0 fails"),
+        ({"boundaries": (3, 4, 6), "target_model_type": "kimi_k2"}, OLD_AND_NEW, "from the list that the others need"),
+        ({"fc_norm": True}, ExportSettings(engines=("vllm@0.20",)), "0.24"),
         ({"boundaries": (2, 4, 8)}, BOTH, "no such list"),
         ({"target_model_type": "mystery"}, BOTH, "no known rule"),
         ({"boundaries": (2, 4, 8)}, BOTH, "export.engines=..vllm"),

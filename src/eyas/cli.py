@@ -191,17 +191,37 @@ def export(
     draft: Path,
     out: Path,
     for_: Annotated[str, Parameter(name="--for")] = "sglang,vllm",
+    target: str | None = None,
+    boundaries: str | None = None,
+    trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> None:
-    """Write one folder that the engines load right, or refuse and say why."""
+    """Write one folder that the engines load right, or refuse and say why.
+
+    A draft made elsewhere (EAGLE, SpecForge, speculators, ModelOpt) needs --target, and --boundaries 2,15,27 where its
+    layer ids do not say theirs.
+    """
     settings = validate(ExportSettings, {"engines": tuple(for_.split(","))}, "--for")
 
     def work() -> dict[str, Any]:
         from eyas.export.folder import export_draft
 
-        return staged(out, export_draft(draft, out, settings))
+        named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
+        return staged(out, export_draft(draft, out, settings, named, _integers(boundaries)))
 
-    finish(common, Plan("export", [draft], [out], settings), work)
+    finish(common, Plan("export", [draft, target], [out], settings), work)
+
+
+def _integers(text: str | None) -> tuple[int, ...] | None:
+    """`2,15,27` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.strip("[]").split(","))
+    except ValueError as error:
+        raise InputError(
+            wanted="boundaries as numbers with commas", got=text, where="--boundaries", next="--boundaries 2,15,27"
+        ) from error
 
 
 @app.command

@@ -6,9 +6,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyas.errors import InputError, did_you_mean
+from eyas.formats.engines import parse_engine
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -149,8 +150,17 @@ class EvaluateSettings(Section):
 class ExportSettings(Section):
     """The folder for the engines."""
 
-    engines: tuple[Literal["sglang", "vllm"], ...] = ("sglang", "vllm")
-    """Whom the folder must serve; what one cannot represent is refused."""
+    engines: tuple[str, ...] = Field(default=("sglang", "vllm"), min_length=1)
+    """Whom the folder must serve (`sglang`, `vllm`, or a release as in `vllm@0.24`); what one cannot represent is
+    refused."""
+
+    @field_validator("engines")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if parse_engine(name).name not in ("sglang", "vllm"):
+                raise ValueError(f"{name} has no export of its own: sglang or vllm")
+        return names
 
 
 class BenchSettings(Section):

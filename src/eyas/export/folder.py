@@ -7,7 +7,7 @@ written where an engine asked for would serve another draft than the one given.
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -15,14 +15,15 @@ from safetensors.torch import save
 
 from eyas.errors import InputError
 from eyas.export import sglang, vllm
-from eyas.formats.config_json import to_json
+from eyas.formats.config_json import tap_keys, to_json
 from eyas.formats.draft_config import DraftConfig
-from eyas.formats.engines import parse_engine
+from eyas.formats.engines import Engine, parse_engine
 from eyas.formats.names import exported_names
-from eyas.formats.taps import ids_for
-from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, load_draft
+from eyas.formats.taps import TapKeys, captures, ids_for
+from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, has_info, load_draft
 from eyas.models.draft import Draft
-from eyas.recipe import ExportSettings
+from eyas.models.foreign import name_target
+from eyas.recipe import ExportSettings, TargetSettings
 from eyas.run import (
     JSON,
     Manifest,
@@ -35,13 +36,20 @@ from eyas.run import (
     write_manifest,
 )
 
-CANNOT: dict[str, Callable[[DraftConfig], list[str]]] = {"sglang": sglang.cannot, "vllm": vllm.cannot}
+CANNOT: dict[str, Callable[[DraftConfig, Engine], list[str]]] = {"sglang": sglang.cannot, "vllm": vllm.cannot}
 
 
-def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Manifest:
+def export_draft(
+    draft_folder: Path,
+    out: Path,
+    settings: ExportSettings,
+    target: TargetSettings | None = None,
+    boundaries: Sequence[int] | None = None,
+) -> Manifest:
     """Write the draft (a folder with config.json, or a training folder: its newest step) for `settings.engines`.
 
-    Raises InputError, with nothing written, where an engine cannot represent the draft or `out` holds something else.
+    A draft made elsewhere needs its `target`, and `boundaries` where its layer ids do not say theirs. Raises
+    InputError, with nothing written, where an engine cannot represent the draft or `out` holds something else.
     """
     started = time.monotonic()
     recorded = settings.model_dump(mode="json")
@@ -49,7 +57,10 @@ def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Man
     _check_free(out)
     if (done := _exported_before(out, recorded, inputs)) is not None:
         return done
-    draft, info = load_draft(draft_folder)
+    foreign = None
+    if target is not None and not has_info(draft_folder):
+        foreign = name_target(target.name, target.trust_remote_code)
+    draft, info = load_draft(draft_folder, foreign=foreign, boundaries=boundaries)
     content = export_config(draft, info.model_dump(mode="json"), settings)
     files = {WEIGHTS: save(exported_tensors(draft), metadata={"format": "pt"}), CONFIG: json.dumps(content, indent=1)}
     temporary = _sibling(out)
@@ -72,16 +83,39 @@ def export_draft(draft_folder: Path, out: Path, settings: ExportSettings) -> Man
 
 
 def refusals(config: DraftConfig, engines: Iterable[str]) -> list[str]:
-    """Why these engines could not serve a draft of this config as it is: options and taps. Needs no weights."""
-    return [f"{name}: {reason}" for name in engines for reason in (*CANNOT[name](config), *_tap_refusal(config, name))]
+    """Why these engines (`sglang`, `vllm@0.24`, ...) could not serve a draft of this config as it is. No weights."""
+    readers = [parse_engine(name) for name in engines]
+    reasons = [
+        f"{reader}: {reason}"
+        for reader in readers
+        for reason in (*CANNOT[reader.name](config, reader), *_widths(config), *_tap_refusal(config, reader))
+    ]
+    return reasons or _release_refusals(config, readers)
 
 
-def _tap_refusal(config: DraftConfig, name: str) -> list[str]:
+def _widths(config: DraftConfig) -> list[str]:
+    if config.target_hidden_size == config.hidden_size or config.own_embedding:
+        return []
+    return [f"hidden_size {config.hidden_size}: the target's embedding is {config.target_hidden_size} wide"]
+
+
+def _tap_refusal(config: DraftConfig, reader: Engine) -> list[str]:
     try:
-        ids_for(parse_engine(name), config.boundaries, config.target_model_type, config.target_num_hidden_layers)
+        ids_for(reader, config.boundaries, config.target_model_type, config.target_num_hidden_layers)
     except InputError as error:
         return [f"taps {list(config.boundaries)} of a {config.target_model_type} target: {error.got}"]
     return []
+
+
+def _release_refusals(config: DraftConfig, readers: Sequence[Engine]) -> list[str]:
+    """Releases that read the same key by different rules and would not all capture the taps."""
+    keys = TapKeys.of(tap_keys(config, readers, strict=True))
+    reasons = []
+    for reader in readers:
+        found = captures(reader, keys, config.target_model_type, config.target_num_hidden_layers)
+        if found.boundaries != config.boundaries:
+            reasons.append(f"{reader}: from the list that the others need it captures {found.boundaries}")
+    return reasons
 
 
 def check_exportable(config: DraftConfig, settings: ExportSettings) -> None:

@@ -12,7 +12,10 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         (config.block == "qwen3", "block = qwen3: it has no draft class that norms queries and keys"),
         (config.block == "mla", "block = mla: Eyas writes Llama and Qwen3 blocks only"),
         (config.attention_bias, "attention_bias: it drops the biases of q, k and v in silence"),
-        (config.own_embedding, "own_embedding: it always puts the target's embedding in its place"),
+        (
+            config.own_embedding and config.target_hidden_size == config.hidden_size,
+            "own_embedding: it always puts the target's embedding in its place",
+        ),
         (
             config.taps_width == config.hidden_size,
             "taps as wide as the draft (a single tap): it skips fc in silence",
@@ -25,6 +28,10 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         (
             not engine.since("0.5.12") and config.num_hidden_layers > 1,
             "several layers: before 0.5.12 it reads midlayer.* only",
+        ),
+        (
+            not engine.since("0.5.12") and len(config.boundaries) != 3,
+            "taps: before 0.5.12 fc is always three states wide",
         ),
         (not engine.since("0.5.17") and config.norm_before_fc, "norm_before_fc: it knows it from 0.5.17"),
     ]

@@ -1,4 +1,4 @@
-"""What vLLM cannot serve of a draft. Source: vLLM 0.33 model_executor/models/llama_eagle3.py, as read."""
+"""What vLLM cannot serve of a draft. Source: vLLM 0.20 to 0.33 model_executor/models/llama_eagle3.py, as read."""
 
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import Engine, parse_engine
@@ -11,6 +11,14 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         (config.fc_bias, "fc_bias: it drops fc.bias in silence"),
         (config.block == "mla", "block = mla: Eyas writes Llama and Qwen3 blocks only"),
         (config.block == "qwen3" and not engine.since("0.24"), "block = qwen3: 0.20 has no norms of queries and keys"),
-        (config.sliding_window is not None, "sliding_window: its draft attends to everything"),
+        (
+            config.sliding_window is not None and config.block == "qwen3" and not engine.since("0.32"),
+            "sliding_window: its Qwen3 draft attends to everything before 0.32",
+        ),
+        (
+            not engine.since("0.24") and (config.fc_norm or config.norm_output),
+            "fc_norm and norm_output: it knows them from 0.24",
+        ),
+        (not engine.since("0.24") and len(config.boundaries) != 3, "taps: before 0.24 fc is always three states wide"),
     ]
     return [reason for true, reason in reasons if true]

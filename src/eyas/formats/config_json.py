@@ -93,8 +93,16 @@ def _wiring_keys(config: DraftConfig) -> JSON:
         "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual,
         **({"bias": True} if config.fc_bias else {}),
-        **({"sliding_window": config.sliding_window} if config.sliding_window is not None else {}),
+        **_window_keys(config),
     }
+
+
+def _window_keys(config: DraftConfig) -> JSON:
+    """vLLM's draft has a window where layer_types says so; SGLang's only by a server flag."""
+    if config.sliding_window is None:
+        return {}
+    types = ["sliding_attention"] * config.num_hidden_layers
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
 
 
 def tap_keys(config: DraftConfig, engines: Sequence[Engine], *, strict: bool) -> JSON:

@@ -71,22 +71,13 @@ def read_file(path: Path) -> dict[str, TensorHeader]:
     return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
-def read_tensor_bytes(path: Path, name: str) -> bytes:
-    """The bytes of one small tensor of a file, or of the folder or index it is found through.
-
-    Raises InputError as `read_headers` does, and where no file holds it.
-    """
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).is_file() else path / WEIGHTS
-    file = path.parent / read_headers(path)[name].file if path.name.endswith(".index.json") else path
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        entry = json.loads(stream.read(length)).get(name)
-        if entry is None:
-            raise _bad(file, f"no tensor {name!r}")
-        begin, end = entry["data_offsets"]
-        stream.seek(8 + length + begin)
-        return stream.read(end - begin)
+def read_tensor_bytes(path: Path, name: str, header: TensorHeader) -> bytes:
+    """The bytes of one small tensor, of a file, or of the folder or index it was found through."""
+    assert header.shape is not None and header.dtype is not None, f"{name} was read from a file"
+    folder = path if path.is_dir() else path.parent
+    with (folder / header.file).open("rb") as file:
+        file.seek(header.offset)
+        return file.read(math.prod(header.shape) * BITS[header.dtype] // 8)
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorHeader:

@@ -154,6 +154,8 @@ def _boundaries(keys: TapKeys, layers: int | None) -> tuple[tuple[int, ...] | No
         default = default_boundaries(layers, where="config.json") if layers is not None and layers >= 7 else None
         return default, "no ids: every engine takes its default [2, n//2, n-3]", False
     first, largest = min(keys.nested), max(keys.nested)
+    if layers is not None and first == 1 and {layers // 2, layers - 3} <= set(keys.nested):
+        return None, f"eagle_config.{IDS_KEY} starts as outputs do and goes on as the default boundaries do", True
     if first in (1, -1) and largest != layers:
         boundaries = tuple(sorted({layer + 1 for layer in keys.nested}))
         return boundaries, f"eagle_config.{IDS_KEY} starting with {first}: outputs of layers, boundary = id + 1", False

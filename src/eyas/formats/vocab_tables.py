@@ -22,9 +22,9 @@ def read_tables(path: Path, headers: Mapping[str, TensorHeader]) -> tuple[list[i
     for name, header in headers.items():
         base = name.rsplit(".", 1)[-1]
         if base == "d2t" and header.dtype in CODES:
-            d2t = array(CODES[header.dtype], read_tensor_bytes(path, name)).tolist()
+            d2t = array(CODES[header.dtype], read_tensor_bytes(path, name, header)).tolist()
         if base == "t2d" and header.dtype in ("BOOL", "U8", "I8"):
-            t2d = read_tensor_bytes(path, name)
+            t2d = read_tensor_bytes(path, name, header)
     return d2t, t2d
 
 

@@ -4,6 +4,7 @@ The folder is written file by file, each atomically, `config.json` last: a folde
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.formats.headers import INDEX, read_headers
 from eyas.formats.names import canonical_name, expected_tensors, twin
+from eyas.formats.target_config import read_json
 from eyas.models.draft import Draft
+from eyas.models.foreign import NamedTarget, read_foreign
 from eyas.models.vocab import check_vocab
 from eyas.run import versions, write_atomic
 
@@ -32,13 +36,15 @@ class DraftInfo(BaseModel):
     draft: DraftConfig
     target: TargetIdentity
     tokenizer_hash: str
+    """Empty for a draft that Eyas did not train."""
     template_hash: str | None
     last_hidden_norm: str = "before"
     """Whether the captured last hidden (the teacher's) was `before` or `after` the target's final norm."""
     loss_on: str = "assistant"
     mask: str = "l[t+1] and l[t+2]"
     """Which tokens must be supervised for row t to be, at step 0."""
-    ttt_length: int
+    ttt_length: int | None
+    """Steps unrolled in training; None for a draft that Eyas did not train."""
     versions: dict[str, str]
 
 
@@ -70,19 +76,28 @@ def config_json(info: DraftInfo, dtype: str) -> dict[str, Any]:
 
 
 def load_draft(
-    folder: Path, target_embedding: Tensor | None = None, dtype: torch.dtype | None = None
+    folder: Path,
+    target_embedding: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    foreign: NamedTarget | None = None,
+    boundaries: Sequence[int] | None = None,
 ) -> tuple[Draft, DraftInfo]:
     """The draft in `folder` (or in a draft stage's newest step), in evaluation mode, and its `eyas` block.
 
     Tensor names may be in any writer's spelling (formats/names.py), so an export loads back as well.
 
     `target_embedding` [V, H] is shared with the draft (without it, `share_embedding` must be called before use).
-    `dtype` None keeps the file's. Raises InputError for a missing or truncated file, a config without an `eyas` block,
-    and tensors that are missing, unexpected or of another shape.
+    `dtype` None keeps the file's. A folder that Eyas did not write needs `foreign`, its target, and `boundaries` where
+    its layer ids do not say theirs (models/foreign.py). Raises InputError for a missing or truncated file, a config
+    without an `eyas` block, and tensors that are missing, unexpected or of another shape.
     """
     folder = newest_step(folder)
-    info = read_info(folder)
-    tensors = canonical_tensors(_read_tensors(folder / WEIGHTS))
+    if foreign is not None and not has_info(folder):
+        info, tensors = _load_foreign(folder, foreign, boundaries)
+        target_embedding = foreign.embedding if target_embedding is None else target_embedding
+    else:
+        info = read_info(folder)
+        tensors = canonical_tensors(_read_tensors(folder))
     with torch.random.fork_rng(devices=[]):  # building a module draws numbers: not the caller's
         draft = Draft(info.draft)
     _check_tensors(draft_tensors(draft), tensors, folder / WEIGHTS)
@@ -95,6 +110,29 @@ def load_draft(
     if target_embedding is not None:
         draft.share_embedding(target_embedding)
     return draft.eval().requires_grad_(False), info
+
+
+def has_info(folder: Path) -> bool:
+    """Whether Eyas wrote this folder's config.json."""
+    path = newest_step(folder) / CONFIG
+    return not path.is_file() or isinstance(read_json(path).get("eyas"), dict)
+
+
+def _load_foreign(
+    folder: Path, target: NamedTarget, boundaries: Sequence[int] | None
+) -> tuple[DraftInfo, dict[str, Tensor]]:
+    """What an `eyas` block would say of a draft that Eyas did not write, and its tensors."""
+    raw = read_json(folder / CONFIG)
+    config, tensors = read_foreign(raw, _read_tensors(folder), target, str(folder), boundaries)
+    info = DraftInfo(
+        draft=config,
+        target=target.identity,
+        tokenizer_hash="",
+        template_hash=None,
+        ttt_length=None,
+        versions=versions(),
+    )
+    return info, tensors
 
 
 def canonical_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,6 +168,7 @@ def read_info(folder: Path) -> DraftInfo:
     try:
         block = json.loads(path.read_text()).get("eyas")
         if block is None:
+            next_step = "eyas export --draft DRAFT --target TARGET --out OUT takes over a draft made elsewhere"
             raise InputError(wanted="a draft made by Eyas", got="no `eyas` block", where=str(path), next=next_step)
         if block.get("format", 0) > 1:
             raise InputError(
@@ -163,13 +202,21 @@ def make_info(
     )
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's `model.safetensors`, or of the shards its index names."""
+    index, path = folder / INDEX, folder / WEIGHTS
+    files = {folder / header.file for header in read_headers(folder).values()} if index.is_file() else {path}
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        pickles = sorted(item.name for item in folder.glob("*.bin"))
         raise InputError(
-            wanted="the draft's weights", got="no such file", where=str(path), next="give a whole draft folder"
+            wanted="the draft's weights in safetensors",
+            got=f"only {', '.join(pickles)}, which runs code when loaded" if pickles else "no such file",
+            where=str(missing),
+            next="convert it where you trust its source" if pickles else "give a whole draft folder",
         )
     try:
-        return load_file(path)
+        return {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(
             wanted="a whole safetensors file", got=str(error), where=str(path), next="copy or train the draft again"

@@ -24,19 +24,28 @@ CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional
 
 def judge(case: Case) -> tuple[list[Problem], dict[str, str]]:
     """Problems of one draft before one engine, and what the engine does, in words."""
-    if case.view.block is None:
-        return [*_class(case), *taps_problems(case)], {
-            "start": "no draft class of that name: the server does not start"
-        }
     if case.view.get("hidden_size") is None and case.eyas is not None:
         return [_training_checkpoint(case)], {"start": "a training checkpoint: the engine's keys are not there"}
+    if case.sglang and case.declared.format == "speculators":
+        return [*_class(case), *_speculators(case)], {"start": "SGLang does not read the speculators format"}
     problems = [problem for rule in RULES for problem in rule(case)]
-    return problems, _words(case)
+    if case.view.known:
+        return problems, _words(case)
+    start = {"start": f"does not start; under the nearest class, of a {case.view.block} block:"}
+    return [*_class(case), *problems], start | _words(case)
+
+
+def _speculators(case: Case) -> Iterator[Problem]:
+    """What a speculators draft would need even under a class that SGLang has."""
+    if case.raw.get("norm_before_residual", True) is True:
+        said = "true" if "norm_before_residual" in case.raw else "true, when absent in the speculators format"
+        fix = "serve with vLLM, or train without norm_before_residual"
+        yield Problem("residual_norm", "norm_before_residual", "false, all that SGLang does", said, fix)
 
 
 def _class(case: Case) -> Iterator[Problem]:
     engine, name = case.view.engine, case.view.class_name
-    speculators = case.sglang and name is not None and "Speculator" in name
+    speculators = case.sglang and case.declared.format == "speculators"
     yield Problem(
         "architecture_unknown",
         where="architectures",

@@ -92,6 +92,7 @@ class LoaderReport:
             "verdict": self.verdict,
             "scope": self.scope,
             "class": self.class_name,
+            "class_known": self.view.known,
             "block": self.block,
             "captures": _list(self.boundaries),
             "rule": self.capture.rule,
@@ -142,7 +143,7 @@ def loader_report(
     reader = _runner(reader, facts, asked=engine if isinstance(engine, str) else "")
     view = view_of(raw if "architectures" in raw or is_speculators(raw) else _named(raw, headers, reader), reader)
     capture = _captures(reader, raw, view, facts)
-    placed = None if headers is None or view.block is None else fates(view, headers)
+    placed = None if headers is None else fates(view, headers)
     case = Case(view, declared, facts, capture, placed, headers)
     problems, words = judge(case)
     gpu = replace(reader, runner="v2") if reader.runner == "v1" and reader.since("0.32") else None
@@ -262,6 +263,6 @@ def _runner(engine: Engine, facts: TargetFacts, asked: str) -> Engine:
 
 
 def _captures(engine: Engine, raw: Config, view: View, facts: TargetFacts) -> Capture:
-    if engine.name == "sglang" and is_speculators(raw) and view.block is None:
+    if engine.name == "sglang" and is_speculators(raw) and not view.known:
         return Capture(None, "SGLang does not read the speculators format")
     return captures(engine, view.keys, facts.model_type, facts.num_hidden_layers)

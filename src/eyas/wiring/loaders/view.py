@@ -47,11 +47,13 @@ class Read:
 
 @dataclass(frozen=True)
 class View:
-    """What an engine makes of a config.json. `block` None: it has no draft class of that name."""
+    """What an engine makes of a config.json."""
 
     engine: Engine
     class_name: str | None
-    block: Block | None
+    known: bool
+    """Whether the engine has a draft class of that name; if not, the rest is what it would do under the nearest."""
+    block: Block
     config: Config
     """The keys the draft class sees: config.json itself, or what vLLM makes of the speculators format."""
     reads: dict[str, Read] = field(default_factory=dict)
@@ -73,10 +75,16 @@ def view_of(raw: Config, engine: Engine) -> View:
         names = [_eagle3_name(name) for name in names]
     classes = VLLM_CLASSES if engine.name == "vllm" else SGLANG_CLASSES
     name = names[0] if names else None
-    block, since = classes.get(name or "", (None, "0"))
-    if block is None or not engine.since(since):
-        return View(engine, name, None, config)
-    return View(engine, name, block, config, {**_sizes(config), **_options(config, engine, block), **_rope(config)})
+    found, since = classes.get(name or "", (None, "0"))
+    known = found is not None and engine.since(since)
+    block = found if found is not None and known else _nearest(config)
+    reads = {**_sizes(config), **_options(config, engine, block), **_rope(config)}
+    return View(engine, name, known, block, config, reads)
+
+
+def _nearest(config: Config) -> Block:
+    """The block to read a config under whose class the engine does not have."""
+    return "mla" if type(config.get("kv_lora_rank")) is int else "llama"
 
 
 def _eagle3_name(name: str) -> str:

@@ -52,11 +52,11 @@ def _layers(case: Case) -> Iterator[Problem]:
 
 
 def embedding_problems(case: Case) -> Iterator[Problem]:
-    if case.sglang and case.eyas is not None and case.eyas.own_embedding:
+    hidden, target = case.view.get("hidden_size"), case.view.get("target_hidden_size")
+    if case.sglang and case.eyas is not None and case.eyas.own_embedding and hidden == target:
         found = "the target's is put in its place, always"
         fix = "serve with vLLM, which keeps an embedding that differs, or train with the target's"
         yield Problem("embed_mismatch", "embed_tokens", "the draft's own embedding", found, fix)
-    hidden, target = case.view.get("hidden_size"), case.view.get("target_hidden_size")
     differs = type(hidden) is int and type(target) is int and hidden != target
     has_own = case.headers is None or any(name.endswith("embed_tokens.weight") for name in case.headers)
     if differs and not has_own:
