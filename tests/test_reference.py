@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 from checkpoints import BUILD, LAYERS, QUANTISATIONS, VOCAB, published, save_shards, tiny
+from eyas.data.shards import Sample
 from eyas.errors import InputError
 from eyas.models.streaming.backbone import stream_boundaries
 from eyas.models.streaming.plan import plan
 from eyas.models.target import load_target
+from eyas.wiring import reference
+from eyas.wiring.check import check
 from eyas.wiring.reference import final_normed, fits, reference_boundaries
+from made_captures import write_captures
 from sparse import KIMI_K2, kimi_k2_tensors, save_sparse
 from tiny import tiny_tokenizer
 
@@ -145,8 +149,8 @@ def test_a_target_in_memory_and_its_folder_give_the_same_reference(tiny_target: 
     target = load_target(str(tiny_target))
     assert fits(tiny_target)
     streamed = stream_boundaries(tiny_target, PROBE)
-    for reference in (reference_boundaries(target, PROBE), reference_boundaries(tiny_target, PROBE)):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference, streamed, strict=True))
+    for states in (reference_boundaries(target, PROBE), reference_boundaries(tiny_target, PROBE)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states, streamed, strict=True))
     assert len(reference_boundaries(target, PROBE, up_to=3)) == 6
     assert torch.equal(final_normed(target, streamed[-1]), final_normed(tiny_target, streamed[-1]))
 
@@ -204,3 +208,24 @@ def test_scales_that_do_not_fit_their_weights_are_refused(tmp_path: Path) -> Non
         folder = save_shards(tmp_path / scheme, model.config.to_dict() | {"quantization_config": declared}, stored)
         with pytest.raises(InputError, match=f"{suffix} of shape"):
             stream_boundaries(folder, list(range(2, 120)))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shift", "codes"), [((1, 2, 4), 0, []), ((1, 2, 4), 1, ["token_shift"]), ((4, 2, 1), 0, ["tap_order"])]
+)
+def test_captures_of_a_target_larger_than_memory_are_identified(
+    blocks: tuple[int, ...], shift: int, codes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("deepseek_v3")
+    folder = save_shards(tmp_path / "target", model.config.to_dict(), published(model))
+    tiny_tokenizer().save_pretrained(folder)
+    states = in_memory(model)
+    taps = torch.cat([states[block] for block in blocks], dim=-1).roll(-shift, dims=0)
+    sample = Sample("a", "train", taps, states[-1], torch.tensor(PROBE), torch.ones(len(PROBE), dtype=torch.bool))
+    written = write_captures(tmp_path / "captures", load_target(str(folder)), [sample], boundaries=[1, 2, 4])
+    monkeypatch.setattr(reference, "SHARE_OF_MEMORY", 0.0)
+    result = check(str(folder), captures=written)
+    assert [one["code"] for one in result["findings"]] == codes
+    statuses = {one["name"]: one["status"] for one in result["checks"]}
+    assert statuses["tap identity"] == ("fail" if codes else "pass")
+    assert statuses["teacher"] == "skipped"

@@ -11,7 +11,7 @@ from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
 from eyas.models.checkpoint import load_draft, newest_step
 from eyas.models.draft import Draft
-from eyas.models.target import Target, load_target
+from eyas.models.target import Target
 from eyas.models.vocab import check_vocab
 from eyas.run import read_manifest
 from eyas.wiring.findings import Finding
@@ -20,7 +20,7 @@ from eyas.wiring.hypotheses.run import check_hypotheses
 from eyas.wiring.identify import identify_taps
 from eyas.wiring.loaders import TargetFacts
 from eyas.wiring.parity import ttt_equals_incremental
-from eyas.wiring.reference import final_normed, reference_boundaries
+from eyas.wiring.reference import final_normed, num_hidden_layers, open_reference, reference_boundaries
 from eyas.wiring.served import ALLOWED, walk_against_engine
 from eyas.wiring.static_checks import Check, check_loader, check_tables
 from eyas.wiring.tap_findings import tap_findings
@@ -39,6 +39,9 @@ class Given:
     """What the person gave; each check takes what it needs."""
 
     target: Target | None
+    """None where it is not given, or larger than memory."""
+    reference: Target | Path | None
+    """The target, or the folder to stream it from."""
     captures: CaptureReader | None
     draft_folder: Path | None
     export_folder: Path | None
@@ -66,8 +69,9 @@ def check(
     reader = None if captures is None else CaptureReader(captures)
     if target_name is None and captures is not None:
         target_name = read_manifest(captures, "captures").settings.get("target", {}).get("name")
-    target = None if target_name is None else load_target(target_name, trust_remote_code=trust_remote_code)
-    given = Given(target, reader, draft, export)
+    reference = None if target_name is None else open_reference(target_name, trust_remote_code=trust_remote_code)
+    target = reference if isinstance(reference, Target) else None
+    given = Given(target, reference, reader, draft, export)
     checks = [attempt(name, one, given) for name, one in CHECKS.items()]
     served = export or draft
     if served is not None:
@@ -106,20 +110,24 @@ def probe_samples(reader: CaptureReader) -> list[Sample]:
 def check_taps(given: Given) -> Check:
     """Each captured block is the boundary the manifest says, by numbers."""
     name = "tap identity"
-    if given.target is None or given.captures is None:
+    if given.reference is None or given.captures is None:
         return Check(name, "skipped", "needs captures and their target")
     samples = probe_samples(given.captures)
     if not samples:
         return Check(name, "skipped", f"no captured sample of {PROBE_MIN} tokens or more")
     declared = given.captures.boundaries
+    n, up_to = num_hidden_layers(given.reference), None
+    if isinstance(given.reference, Path):  # streamed: once, and no further than it must
+        samples, up_to = samples[:1], max(declared)
     result = Check(name, "pass", "")
     lines: list[str] = []
     for sample in samples:
-        reference = reference_boundaries(given.target, sample.ids_T.tolist())
-        matches = identify_taps(sample.taps_TA, reference, final_normed(given.target, reference[-1]))
+        reference = reference_boundaries(given.reference, sample.ids_T.tolist(), up_to)
+        normed = final_normed(given.reference, reference[-1]) if len(reference) > n else None
+        matches = identify_taps(sample.taps_TA, reference, normed)
         lines += [f"declared {boundary}: {match.words()}" for boundary, match in zip(declared, matches, strict=True)]
         seen = {(finding.code, finding.expected, finding.found) for finding in result.findings}
-        found = tap_findings(matches, declared, len(reference) - 1)
+        found = tap_findings(matches, declared, n)
         result.findings += [one for one in found if (one.code, one.expected, one.found) not in seen]
         if not all(match.known for match in matches):
             result.status = "unknown"

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from eyas.formats.headers import read_headers
 from eyas.formats.quantization import read_quantization
+from eyas.formats.target_config import read_config, text_config
 from eyas.models.streaming.backbone import final_norm_of, stream_boundaries
 from eyas.models.streaming.plan import BEYOND, float_bytes
 from eyas.models.target import Target, load_target, record_boundaries, resolve_target
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SHARE_OF_MEMORY = 0.5
 """A target is loaded whole where its float32 weights take less than this share of the free memory: loading holds the
 stored weights beside them for a moment."""
@@ -58,7 +60,9 @@ def final_normed(target: Target | Path, boundary_n_TH: Tensor) -> Tensor:
 
 def fits(folder: Path) -> bool:
     """Whether to load `folder` whole: plain floats, a tokenizer beside them, and small enough."""
-    if read_quantization(folder).scheme != "none" or not (folder / "tokenizer_config.json").is_file():
+    if not list(folder.glob("*.safetensors")):
+        return True  # loading says what is wrong with it
+    if read_quantization(folder).scheme != "none" or not any((folder / name).is_file() for name in TOKENIZERS):
         return False
     needed = sum(float_bytes(name, header) for name, header in read_headers(folder).items())
     return needed < SHARE_OF_MEMORY * psutil.virtual_memory().available
@@ -68,3 +72,10 @@ def open_reference(name: str, *, trust_remote_code: bool = False) -> Target | Pa
     """A target to compare with: loaded where it fits in memory, else its folder, to be streamed."""
     folder = resolve_target(name, trust_remote_code=trust_remote_code)
     return load_target(name, trust_remote_code=trust_remote_code) if fits(folder) else folder
+
+
+def num_hidden_layers(target: Target | Path) -> int:
+    """n: boundary n is the last, before the final norm."""
+    if isinstance(target, Path):
+        return text_config(read_config(target))["num_hidden_layers"]
+    return target.num_hidden_layers
