@@ -165,6 +165,12 @@ def test_wiring_that_is_not_known_is_asked_for_and_never_guessed(tmp_path: Path,
     assert load_draft(tmp_path / "draft", foreign=named, boundaries=(2, 4, 5))[0].config.boundaries == (2, 4, 5)
 
 
+def test_stated_boundaries_do_not_overrule_the_file(tmp_path: Path, target: Path):
+    made_elsewhere(tmp_path / "draft", "specforge")
+    with pytest.raises(InputError, match="as stated"):
+        load_draft(tmp_path / "draft", foreign=name_target(str(target)), boundaries=(1, 3, 4))
+
+
 def test_without_a_target_the_error_says_how_to_name_it(tmp_path: Path, target: Path, capsys):
     made_elsewhere(tmp_path / "draft", "specforge")
     with pytest.raises(InputError, match="no `eyas` block") as error:

@@ -158,10 +158,10 @@ def _wiring_problems(raw: Config, name: str) -> list[Problem]:
         fix = "serve with vLLM, or train without it"
         problems.append(_problem("residual_norm", "norm_before_residual", "false, for SGLang", found, fix, "warning"))
     if layer.get("use_sliding_window") is True:
-        expected, found = "full attention, as both engines' drafts run", f"a window of {layer.get('sliding_window')}"
-        problems.append(
-            _problem("sliding_window", "sliding_window", expected, found, "train without a window", "warning")
-        )
+        found = f"{layer.get('sliding_window')}: SGLang has it by a server flag only"
+        expected = "a window that every engine applies"
+        fix = "--speculative-draft-window-size in SGLang; layer_types names it for vLLM"
+        problems.append(_problem("sliding_window", "sliding_window", expected, found, fix, "warning"))
     return problems
 
 

@@ -77,13 +77,29 @@ def read_foreign(
 
     An embedding equal to the target's is dropped, one that differs makes the draft its owner; a missing t2d follows
     from d2t. Raises InputError where the wiring is not known and `boundaries` does not say it, where the file lacks a
-    size, and where the two norms of a later layer differ (SGLang and vLLM would each use another).
+    size, where the two norms of a later layer differ (SGLang and vLLM would each use another), and where `boundaries`
+    contradict the file.
     """
     found = _canonical(tensors, where)
-    file = read_config(raw | ({} if boundaries is None else _stated(boundaries)), target.identity)
+    file = read_config(raw, target.identity)
+    if boundaries is not None:
+        _check_stated(file, boundaries, where)
+        file = read_config(raw | _stated(boundaries), target.identity)
     config = _config(file, raw, where)
     shown = DraftConfig.model_validate(config.model_dump() | _shown(config, found, target))
     return shown, _finish(found, target, where)
+
+
+def _check_stated(file: DraftFile, boundaries: Sequence[int], where: str) -> None:
+    """Boundaries given by hand fill a gap; they do not overrule a list that says its own."""
+    says = file.boundaries if file.keys.top or file.keys.nested else None
+    if says is not None and says != tuple(boundaries):
+        raise InputError(
+            wanted=f"boundaries {list(says)} ({file.boundaries_source})",
+            got=f"{list(boundaries)}, as stated or captured",
+            where=where,
+            next=f"--boundaries {','.join(map(str, says))}, or mend the layer ids in config.json",
+        )
 
 
 def _stated(boundaries: Sequence[int]) -> dict[str, Any]:

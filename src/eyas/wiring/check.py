@@ -11,6 +11,7 @@ from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
 from eyas.models.checkpoint import load_draft, newest_step
 from eyas.models.draft import Draft
+from eyas.models.foreign import NamedTarget
 from eyas.models.target import Target
 from eyas.models.vocab import check_vocab
 from eyas.run import read_manifest
@@ -170,7 +171,9 @@ def check_teacher(given: Given) -> Check:
 def load_checked_draft(given: Given) -> Draft | None:
     if given.draft_folder is None or given.target is None:
         return None
-    return load_draft(given.draft_folder, target_embedding=given.target.embedding)[0]
+    target, captured = given.target, None if given.captures is None else given.captures.boundaries
+    foreign = NamedTarget(target.identity, target.context_length, target.embedding)
+    return load_draft(given.draft_folder, target.embedding, foreign=foreign, boundaries=captured)[0]
 
 
 def check_parity(given: Given) -> Check:

@@ -135,4 +135,4 @@ def _shapes(case: Case, fates: Fates) -> Iterator[Problem]:
             yield Problem("shape_mismatch", name, str(list(wanted)), f"{list(got)}: the server stops", fix)
     table = headers.get("d2t")
     if table is not None and table.dtype not in (None, "I64"):
-        yield Problem("dtype_mismatch", "d2t", "I64", str(table.dtype), "store d2t as int64")
+        yield Problem("dtype_mismatch", "d2t", "I64", table.dtype, "store d2t as int64")

@@ -111,7 +111,8 @@ def declared_options(case: Case) -> dict[str, Any]:
     if case.eyas is not None:
         return {name: getattr(case.eyas, name) for name in CODES}
     raw = case.raw
-    nested = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), Mapping) else {}
+    inner = raw.get("eagle_config")
+    nested: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
     original = case.declared
     window = raw.get("sliding_window")
     types = raw.get("layer_types")
