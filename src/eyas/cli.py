@@ -247,7 +247,7 @@ def check(
     def work() -> dict[str, Any]:
         served = draft or export
         if engine and engine_args is not None:
-            return check_launch(engine[0], engine_args, served, target, gpu_gb)
+            return check_launch(engine, engine_args, served, target, gpu_gb)
         if engine and served is not None and captures is None and (draft is None or export is None):
             return check_static(served, engine, target)
         from eyas.wiring.check import check

@@ -51,13 +51,24 @@ def check_static(draft: Path, engines: Sequence[str], target: str | None = None)
 
 
 def check_launch(
-    engine: str, engine_args: str, draft: Path | None = None, target: str | None = None, gpu_gb: float | None = None
+    engines: Sequence[str],
+    engine_args: str,
+    draft: Path | None = None,
+    target: str | None = None,
+    gpu_gb: float | None = None,
 ) -> dict[str, Any]:
     """`eyas check --engine-args`: a launch before it is tried; `draft` and `target` stand for what it names elsewhere.
 
     `gpu_gb`: GiB of each GPU of the machine it will run on; without it this machine's GPUs are looked at.
     """
-    launch = parse_launch(engine, engine_args)
+    if len(engines) != 1:
+        raise InputError(
+            wanted="one engine for one argument list",
+            got=", ".join(engines),
+            where="--engine",
+            next=f"--engine {engines[0]} --engine-args ...",
+        )
+    launch = parse_launch(engines[0], engine_args)
     local = Path(target) if target is not None and Path(target).exists() else None
     sizes = None if gpu_gb is None else [int(gpu_gb * 2**30)] * (launch.tp * launch.pp)
     seen = preflight(launch, gpu_bytes=sizes, target=local, draft=draft)
