@@ -144,6 +144,11 @@ class CaptureReader:
         taps, hidden, ids, mask = (self._files[entry.shard].get_slice(name)[rows] for name in STORED)
         return Sample(entry.id, entry.split, taps, hidden, ids.long(), mask.bool())
 
+    def ids(self, number: int) -> list[int]:
+        """The token ids of sample `number`, without its states."""
+        entry = self.samples[number]
+        return self._files[entry.shard].get_slice("input_ids")[entry.start : entry.start + entry.length].tolist()
+
     def of_split(self, split: str) -> list[int]:
         """Numbers of the samples of a split."""
         return [number for number, entry in enumerate(self.samples) if entry.split == split]
