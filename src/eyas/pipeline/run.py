@@ -7,14 +7,17 @@ from pathlib import Path
 from eyas.data.captures import capture
 from eyas.data.prompts import make_prompts
 from eyas.data.responses import respond
-from eyas.export.folder import export_draft
+from eyas.export.folder import check_exportable, export_draft
+from eyas.formats.taps import default_boundaries
 from eyas.measure.bench import bench
+from eyas.models.target import load_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
 from eyas.recipe import BenchSettings, Recipe
 from eyas.run import JSON, Manifest, is_complete, read_manifest, write_atomic
 from eyas.stage import result_stage
 from eyas.training.evaluate import evaluate
+from eyas.training.initialise import draft_config
 from eyas.training.loop import train
 from eyas.wiring.check import check
 
@@ -57,6 +60,8 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
     Raises InputError where a folder there was made under other values; nothing already written is lost.
     """
     stages, target = Stages(folder), recipe.target
+    if not is_complete(folder / "export"):
+        refuse_early(recipe)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
     responses = stages.stage("responses", lambda out: respond(prompts, out, recipe.respond, target))
     captures = stages.stage("captures", lambda out: capture(responses, out, recipe.capture, target))
@@ -70,9 +75,9 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
     export = stages.stage("export", lambda out: export_draft(draft, out, recipe.export))
     checked = stages.result(
         "check",
-        {"target": target.name},
+        {"target": target.name, "engines": list(recipe.export.engines)},
         {"draft": draft, "captures": captures, "export": export},
-        lambda: check(target.name, captures, draft, export, target.trust_remote_code),
+        lambda: check(target.name, captures, draft, export, target.trust_remote_code, recipe.export.engines),
     )
     benched = stages.result(
         "bench",
@@ -86,13 +91,20 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         "draft": str(export.absolute()),
         "evaluate": evaluated,
         "check": checked,
-        "acceptance_parity": next((one["facts"] for one in checked["checks"] if "facts" in one), None),
+        "acceptance_parity": next(one.get("facts") for one in checked["checks"] if one["name"] == "acceptance"),
         "bench": benched,
         "report": str((folder / "report.md").absolute()),
     }
     write_atomic(folder / "recipe.json", recipe.model_dump_json(indent=1) + "\n")
     write_report(folder / "report.md", recipe, result)
     return result
+
+
+def refuse_early(recipe: Recipe) -> None:
+    """What the export would refuse after an hour of work, said before the first stage."""
+    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
+    check_exportable(draft_config(target, boundaries, recipe.draft), recipe.export)
 
 
 def bench_settings(recipe: Recipe, prompts: Path) -> BenchSettings:

@@ -26,11 +26,12 @@ from eyas.wiring.served import ALLOWED, walk_against_engine
 from eyas.wiring.static_checks import Check, check_loader, check_tables
 from eyas.wiring.tap_findings import tap_findings
 from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
+from eyas.wiring.trace_draft import trace_checks
 
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
 PARITY_TOLERANCE = 1e-4
 """Float32 sums in another order, relative to the logits' own scale."""
-SERVED_STEPS, SERVED_SAMPLES = 3, 12
+SERVED_STEPS, SERVED_SAMPLES = 3, 8
 """Chain length and answers of the engine's own run: a minute on two cores with the default target."""
 ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
 
@@ -55,15 +56,17 @@ def check(
     export: Path | None = None,
     trust_remote_code: bool = False,
     engines: Sequence[str] = (),
+    traces: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Run every check possible. Returns `verdict`, `checks` and `findings` (design: docs/commands.md).
 
     `engines` (`sglang@0.5.23`, ...): what each would do with the export, or with the draft where there is none.
+    `traces`: what a running engine captured and fed its draft, or states dumped by other programs (docs/trace.md).
     """
-    if not any((captures, draft, export)):
+    if not any((captures, draft, export, traces)):
         raise InputError(
             wanted="something to check",
-            got="neither captures, draft nor export",
+            got="neither captures, draft, export nor trace",
             where="eyas check",
             next="eyas check --captures RUN/captures --draft RUN/export",
         )
@@ -78,6 +81,8 @@ def check(
     if served is not None:
         facts = None if target is None else TargetFacts.of_identity(target.identity, target.context_length)
         checks += [check_loader(served, engine, facts) for engine in engines]
+    if traces:
+        checks += trace_checks(traces, reference, reader, load_checked_draft(given))
     findings = [finding for one in checks for finding in one.findings]
     return {
         "verdict": verdict(checks, findings),
