@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "evaluate": ("--draft", "d", "--captures", "c"),
     "export": ("--draft", "d", "--out", "o"),
     "check": ("--captures", "c"),
+    "trace": ("--draft", "d", "--prompt", "Hello", "--out", "o"),
     "bench": ("--draft", "d", "--prompts", "test", "--max-new-tokens", "8"),
     "inspect": ("p",),
     "doctor": (),

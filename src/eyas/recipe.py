@@ -182,6 +182,25 @@ class BenchSettings(Section):
     """Prompts whose float32 outputs are compared token for token."""
 
 
+class TraceSettings(Section):
+    """How the embedded engine is traced."""
+
+    prompt: str | None = None
+    """What the target is asked; None: the prompts of a file."""
+    prompts: str = "test"
+    """`test` (the built-in test set), a prompts folder, or a JSONL file, where no prompt is given."""
+    limit: int = Field(default=1, ge=1)
+    """Prompts traced, spread evenly over the file."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    """Answer length limit in tokens."""
+    num_steps: int = Field(default=3, ge=1)
+    """Drafted tokens a round."""
+    tensors: bool = False
+    """Keep the tensors too, not only their statistics: what `eyas check --trace` compares."""
+    calls: int = Field(default=64, ge=1)
+    """Forwards of the target after which nothing more is recorded."""
+
+
 class Recipe(Section):
     """Everything `eyas run` needs."""
 

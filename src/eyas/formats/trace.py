@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from eyas.errors import InputError
+from eyas.errors import InputError, did_you_mean
 
 FORMAT = 1
 TRACE = "trace.jsonl"
@@ -123,6 +123,36 @@ class TraceRequest:
         calls = environment.get("EYAS_TRACE_CALLS", "")
         tensors = environment.get("EYAS_TRACE_TENSORS", "0") not in ("", "0")
         return cls(taken, tensors, int(calls) if calls.isdigit() else cls.calls)
+
+
+ENGINES = {
+    "vllm": ("--enforce-eager", "--no-enable-prefix-caching"),
+    "sglang": ("--disable-cuda-graph", "--disable-radix-cache", "--skip-server-warmup"),
+}
+"""Flags under which an engine's forwards all pass Python, and no prompt's states come from a cache."""
+
+
+def engine_environment(engine: str, out: Path, tensors: bool = True) -> dict[str, Any]:
+    """What to set and which flags to add so that `engine` writes a trace into `out`. Raises InputError for another."""
+    name = engine.partition("@")[0]
+    if name not in ENGINES:
+        raise InputError(
+            wanted=f"an engine: {', '.join(ENGINES)}",
+            got=f"{engine!r}{did_you_mean(name, ENGINES)}",
+            where="--engine",
+            next="--engine vllm",
+        )
+    environment = {
+        "PYTHONPATH": str(ENGINE_SIDE),
+        "EYAS_TRACE": "1",
+        "EYAS_TRACE_OUT": str(out.absolute()),
+        "EYAS_TRACE_TENSORS": str(int(tensors)),
+    }
+    return {
+        "environment": environment,
+        "flags": list(ENGINES[name]),
+        "then": f"send one prompt of 64 tokens or more, then: eyas check --trace {out} --draft DRAFT --target TARGET",
+    }
 
 
 def is_trace(path: Path) -> bool:
