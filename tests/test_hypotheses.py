@@ -20,7 +20,7 @@ from eyas.models.target import Target, load_target
 from eyas.models.vocab import target_ids
 from eyas.training.evaluate import Tally, add_sample
 from eyas.training.teacher import Teacher
-from eyas.wiring.hypotheses.compare import Effect, paired
+from eyas.wiring.hypotheses.compare import Effect, level, paired
 from eyas.wiring.hypotheses.load import Parts
 from eyas.wiring.hypotheses.measure import STEPS, Rig, moved
 from eyas.wiring.hypotheses.run import check_hypotheses
@@ -95,7 +95,7 @@ def test_what_loss_cannot_tell_is_listed(plant: Plant) -> None:
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "taps_one_down": ("tap_offset", {"declared": {"boundaries": (1, 3, 4)}, "boundaries": (1, 3, 4)}),
+    "default_taps_lost": ("tap_offset", {"declared": {"boundaries": (4, 6, 7)}, "boundaries": (4, 6, 7)}),
     "embedding_slipped_in": ("tap_embedding", {"declared": {"boundaries": (0, 2, 4)}, "boundaries": (0, 2, 4)}),
     "blocks_reversed": ("tap_order", {"boundaries": (5, 4, 2)}),
     "blocks_rotated": ("tap_order", {"boundaries": (4, 5, 2)}),
@@ -103,7 +103,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "states_early": ("token_shift", {"hidden": 1}),
     "tokens_early": ("token_shift", {"token": 1}),
     "tokens_late": ("token_shift", {"token": -1}),
-    "captured_elsewhere": ("tap_offset", {"boundaries": (2, 4, 7)}),
     "residual": ("residual_norm", {"declared": {"norm_before_residual": True}}),
     "feedback": ("feedback_norm", {"declared": {"norm_output": True}}),
     "rope": ("rope_theta", {"declared": {"rope_theta": 1_000_000.0}}),
@@ -118,17 +117,24 @@ def test_a_planted_fault_is_named(plant: Plant, fault: str) -> None:
     assert check.facts["accept_length_after"] > check.facts["accept_length"]
 
 
-def test_tables_heads_and_embeddings_that_are_not_the_drafts_are_named(plant: Plant, lab: Lab) -> None:
+def test_captures_of_other_boundaries_are_named_by_what_they_are(plant: Plant) -> None:
+    check = plant(boundaries=(4, 6, 7))
+    named = [(finding.code, finding.expected, finding.found) for finding in check.findings]
+    wanted = {"2": 4, "4": 6, "5": 7}
+    assert named == [("tap_offset", f"boundary {b} of 8", f"boundary {seen}") for b, seen in wanted.items()]
+
+
+@pytest.mark.parametrize("code", ["d2t_absolute", "d2t_missing", "head_mismatch", "embed_mismatch"])
+def test_tables_heads_and_embeddings_that_are_not_the_draft_s_are_named(plant: Plant, lab: Lab, code: str) -> None:
     ids = target_ids(lab.draft.d2t)
     noise = torch.randn(lab.target.embedding.shape, generator=torch.Generator().manual_seed(0))
-    planted = [
-        ("d2t_absolute", {"tensors": {"d2t": ids}}),
-        ("d2t_missing", {"tensors": {"d2t": torch.zeros_like(ids)}}),
-        ("head_mismatch", {"tensors": {"lm_head.weight": lab.target.embedding[ids].contiguous()}}),
-        ("embed_mismatch", {"declared": {"own_embedding": True}, "tensors": {"embed_tokens.weight": noise}}),
-    ]
-    for code, fault in planted:
-        assert [finding.code for finding in plant(**fault).findings] == [code]
+    planted = {
+        "d2t_absolute": {"tensors": {"d2t": ids}},
+        "d2t_missing": {"tensors": {"d2t": torch.zeros_like(ids)}},
+        "head_mismatch": {"tensors": {"lm_head.weight": lab.target.embedding[ids].contiguous()}},
+        "embed_mismatch": {"declared": {"own_embedding": True}, "tensors": {"embed_tokens.weight": noise}},
+    }
+    assert [finding.code for finding in plant(**planted[code]).findings] == [code]
 
 
 def test_the_finding_says_both_figures_and_the_line(plant: Plant) -> None:
@@ -187,20 +193,22 @@ def test_a_draft_without_its_tensors_is_refused_by_name(lab: Lab, tmp_path: Path
 def test_an_effect_needs_size_and_an_interval_from_documents() -> None:
     document = torch.arange(40) // 10
     better = torch.full((40,), 0.5)
-    effect = paired(torch.full((40,), 0.6), better, document, guess=5.0)
+    effect = paired(torch.full((40,), 0.6), better, document)
     assert (effect.nats, effect.better) == (pytest.approx(0.1), True)
-    small = paired(torch.full((40,), 0.54), better, document, guess=5.0)
+    small = paired(torch.full((40,), 0.54), better, document)
     assert small.low > 0 and not small.better and small.untold
-    one_document = paired(better + (document == 0), better, document, guess=5.0)
+    one_document = paired(better + (document == 0), better, document)
     assert one_document.nats == pytest.approx(0.25) and not one_document.better
-    few = paired(better + 1, better, document // 2, guess=5.0)
+    few = paired(better + 1, better, document // 2)
     assert few == Effect(1.0, float("-inf"), float("inf"))
 
 
 def test_a_row_that_one_vocabulary_cannot_say_costs_a_guess_and_that_neither_can_says_nothing() -> None:
     nan = float("nan")
-    declared, other = torch.tensor([1.0, nan, nan, 1.0]), torch.tensor([1.0, 1.0, nan, nan])
-    assert paired(declared, other, torch.arange(4), guess=5.0).nats == pytest.approx((0 + 4 - 4) / 3)
+    losses = level({"a": torch.tensor([1.0, nan, nan, 1.0]), "b": torch.tensor([1.0, 1.0, nan, nan])}, guess=5.0)
+    assert losses["a"].nan_to_num(-1.0).tolist() == [1.0, 5.0, -1.0, 1.0]
+    assert losses["b"].nan_to_num(-1.0).tolist() == [1.0, 1.0, -1.0, 5.0]
+    assert paired(losses["a"], losses["b"], torch.arange(4)).nats == pytest.approx((0 + 4 - 4) / 3)
 
 
 def test_rows_move_within_their_document_and_the_ends_repeat() -> None:

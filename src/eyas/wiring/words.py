@@ -26,12 +26,9 @@ def check_words(result: Mapping[str, Any]) -> str:
         lines += [*finding_words(number, found), *after_words(found, checks), ""]
     ran = [check for check in checks if check["status"] in ("pass", "fail")]
     left = [check for check in checks if check["status"] not in ("pass", "fail")]
-    if ran:
-        lines.append("Looked at:")
-        lines += [line for check in ran for line in check_lines(check)]
-    if left:
-        lines += ["", "Could not be settled:"]
-        lines += [line for check in left for line in check_lines(check)]
+    for title, some in (("Looked at", ran), ("Could not be settled", left)):
+        if some:
+            lines += [f"{title}:", *(line for check in some for line in check_lines(check)), ""]
     return "\n".join(lines).rstrip()
 
 

@@ -3,6 +3,7 @@
 Shapes: R paired rows, N documents, B bootstrap resamples.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,15 +44,21 @@ class Effect:
         return f"{self.nats:+.3f} nats ({self.low:+.3f} to {self.high:+.3f})"
 
 
-def paired(declared_R: Tensor, other_R: Tensor, document_R: Tensor, guess: float, seed: int = 0) -> Effect:
-    """Mean of `declared - other` over rows, documents resampled with replacement.
+def level(losses: Mapping[str, Tensor], guess: float) -> dict[str, Tensor]:
+    """Losses [R] by wiring, each over the same rows: those that any wiring's vocabulary can say.
 
-    NaN marks a row that a wiring's vocabulary cannot say. Where only one of the two cannot, it is given `guess`, the
-    nats of a uniform guess; where neither can, the row says nothing.
+    NaN marks a row that a wiring's cannot: it is given `guess`, the nats of a uniform guess, unless none can.
     """
-    either = declared_R.isfinite() | other_R.isfinite()
-    difference_R = (declared_R.nan_to_num(nan=guess) - other_R.nan_to_num(nan=guess)).double()
-    difference_R, document_R = difference_R[either], document_R[either]
+    sayable_R = torch.stack(list(losses.values())).isfinite().any(dim=0)
+    blank = torch.tensor(float("nan"))
+    return {name: loss_R.nan_to_num(nan=guess).where(sayable_R, blank) for name, loss_R in losses.items()}
+
+
+def paired(declared_R: Tensor, other_R: Tensor, document_R: Tensor, seed: int = 0) -> Effect:
+    """Mean of `declared - other` over the rows that both have (not NaN), documents resampled with replacement."""
+    difference_R = (declared_R - other_R).double()
+    both = difference_R.isfinite()
+    difference_R, document_R = difference_R[both], document_R[both]
     if not len(difference_R):
         return Effect(0.0, float("-inf"), float("inf"))
     _, document_R = document_R.unique(return_inverse=True)

@@ -9,7 +9,7 @@ import torch
 
 from eyas.progress import Progress
 from eyas.wiring.findings import Finding
-from eyas.wiring.hypotheses.compare import NATS, Effect, paired
+from eyas.wiring.hypotheses.compare import NATS, Effect, level, paired
 from eyas.wiring.hypotheses.measure import Outcome, Rig
 from eyas.wiring.hypotheses.wirings import ANEW, DECLARED, Wiring
 
@@ -90,11 +90,13 @@ def weigh(
 ) -> Verdict:
     """The verdict over measured outcomes; `document` [R[s]] a step says whose row each is; `guess`: log vocabulary."""
     assert wirings[0].name == DECLARED, "the declared wiring comes first"
+    steps = range(len(document))
+    leveled = [level({name: outcome.loss[step] for name, outcome in outcomes.items()}, guess) for step in steps]
 
     def effect(over: str, wiring: Wiring) -> Effect:
         steps = slice(wiring.from_step, None if wiring.from_step else 1)
-        loss = [torch.cat(outcomes[name].loss[steps]) for name in (over, wiring.name)]
-        return paired(loss[0], loss[1], torch.cat(document[steps]), guess)
+        loss = [torch.cat([step[name] for step in leveled[steps]]) for name in (over, wiring.name)]
+        return paired(loss[0], loss[1], torch.cat(document[steps]))
 
     trials = []
     for wiring in wirings:
@@ -113,10 +115,14 @@ def weigh(
         same_steps = trial.wiring.from_step == first.wiring.from_step
         return same_steps and not effect(trial.wiring.name, first.wiring).better
 
-    equals = [trial for trial in better if as_good(trial)]
-    best = equals[0] if first in equals else first
-    rivals = [trial for trial in equals if trial is not best]
-    return Verdict(declared, others, documents, rows, best, rivals)
+    equals = sorted((trial for trial in better if trial is first or as_good(trial)), key=plainest)
+    return Verdict(declared, others, documents, rows, equals[0], equals[1:])
+
+
+def plainest(trial: Trial) -> tuple[int, float]:
+    """Of wirings that explain the rows as well, what needs no other states is likelier, then what is better."""
+    wiring = trial.wiring
+    return (0 if wiring.blocks is None else 1 if wiring.name == ANEW else 2), -trial.effect.nats
 
 
 def more_hits(trial: Trial, declared: Trial) -> bool:

@@ -64,7 +64,16 @@ def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
     theta = float(rope.pop("rope_theta", 10_000.0))
     scaling: Mapping[str, Any] | None = None if rope.get("rope_type", "default") == "default" else rope
     scaled = target.identity.model_type.startswith("gemma")
-    return Facts(parts.config, frozenset(parts.tensors), theta, scaling, recompute, scaled)
+    d2t = parts.tensors.get("d2t")
+    return Facts(
+        parts.config,
+        frozenset(parts.tensors),
+        theta,
+        scaling,
+        blank_d2t=d2t is not None and not d2t.any(),
+        target_is_here=recompute,
+        embedding_scale=scaled,
+    )
 
 
 def name_captured(target: Target, parts: Parts, rig: Rig) -> list[Finding]:

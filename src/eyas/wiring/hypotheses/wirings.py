@@ -67,6 +67,8 @@ class Facts:
     """Names of tensors in the checkpoint, used by the config or not."""
     target_rope_theta: float
     target_rope_scaling: Mapping[str, Any] | None
+    blank_d2t: bool = False
+    """Whether d2t is all zeros: written by a tool that had none, or filled in by an engine."""
     target_is_here: bool = True
     """Whether states can be computed anew."""
     embedding_scale: bool = False
@@ -117,18 +119,16 @@ def tables(facts: Facts) -> Iterator[Wiring]:
     """What else the vocabulary tables may mean. No other reading where the vocabulary is whole."""
     if not facts.config.reduced_vocabulary:
         return
-    where = "draft: d2t"
-    if "d2t" in facts.stored:
-        if "t2d" in facts.stored:
-            fix = "d2t = ids that t2d marks, minus arange(draft_vocab_size)"
-            yield Wiring("draft ids in the order of t2d", "d2t_missing", fix, where, table="mask")
+    where, missing = "draft: d2t", facts.blank_d2t or "d2t" not in facts.stored
+    if not missing:
         fix = "d2t = d2t - arange(draft_vocab_size): it holds target ids, engines want offsets"
         yield Wiring("d2t as target ids", "d2t_absolute", fix, where, table="absolute")
         fix = "d2t = zeros: the head speaks the target's first ids"
         yield Wiring("no d2t", "d2t_out_of_range", fix, where, table="identity")
-    else:
+    if "t2d" in facts.stored:
         fix = "write d2t: the ids that t2d marks, minus arange(draft_vocab_size)"
-        yield Wiring("draft ids in the order of t2d", "d2t_missing", fix, where, table="mask")
+        code = "d2t_missing" if missing else "d2t_out_of_range"
+        yield Wiring("draft ids in the order of t2d", code, fix, where, table="mask")
 
 
 def ends(facts: Facts) -> Iterator[Wiring]:
