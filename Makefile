@@ -3,6 +3,7 @@
 # make test       the test suite (at most ten minutes on 2 cores)
 # make lint       style, types, import contracts
 # make test-lossless   200 prompts, token for token, on the default target (up to 45 minutes)
+# make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-train bench-respond bench-capture   figures, as ratios
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
@@ -11,9 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint test-lossless
+.PHONY: help setup demo test lint test-lossless wiring-table
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 setup: $(READY)
 
@@ -39,6 +40,9 @@ lint: $(READY)
 
 test-lossless: $(READY)
 	$(BIN)/python -m pytest -m lossless -s tests/lossless
+
+wiring-table: $(READY)
+	$(BIN)/python benchmarks/wiring_table.py
 
 bench-%: $(READY)
 	$(BIN)/python benchmarks/bench_$*.py

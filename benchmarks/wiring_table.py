@@ -242,7 +242,7 @@ def run(lab: Lab, case: Case, precision: str, folder: Path) -> list[str]:
         if case.tensors is not None:
             weights = draft / "model.safetensors"
             save_file(load_file(weights) | case.tensors(lab), weights)
-    given = Given(lab.target, CaptureReader(captures), draft, None)
+    given = Given(lab.target, lab.target, CaptureReader(captures), draft, None)
     checks = [attempt(name, CHECKS[name], given) for name in RUN]
     found = [one.code for check in checks for one in check.findings if one.severity == "error"]
     return list(dict.fromkeys(found))
