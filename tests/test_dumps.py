@@ -131,6 +131,8 @@ def test_an_answer_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert isinstance(whole["meta_info"], dict)
     meta = whole["meta_info"]
     refused("input_ids", {**whole, "input_ids": None})
+    refused("no list of integers", {**whole, "input_ids": "abc"})
+    refused("no list of integers", {**whole, "output_ids": 3})
     refused("prefix cache", {**whole, "meta_info": {**meta, "cached_tokens": 3}})
     refused("return_hidden_states", {**whole, "meta_info": {}})
     refused("one width", {**whole, "meta_info": {**meta, "hidden_states": [[[1.0, 2.0], [1.0]]]}})
@@ -206,6 +208,35 @@ def test_what_is_no_dump_is_refused_with_what_is_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="trace folder"):
             read_dumps(path)
+
+
+def engine_trace(folder: Path, calls: list[tuple[list[int], list[int]]]) -> Path:
+    """A trace as an engine's plug-in writes it: for each call, ids and positions; a row's one tap is its id, twice."""
+    (folder / "tensors").mkdir(parents=True)
+    lines = [json.dumps({"format": 1, "source": "vllm", "version": "0.32.0", "boundaries": [3]})]
+    for call, (ids, positions) in enumerate(calls):
+        name = f"tensors/{call}.safetensors"
+        save_file({"x": torch.tensor(ids, dtype=torch.float32)[:, None].repeat(1, 2)}, folder / name)
+        record = {"stage": "tap", "call": call, "index": 0, "ids": ids, "positions": positions, "tensor": name}
+        lines.append(json.dumps(record))
+    (folder / "trace.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_an_engines_calls_become_texts_and_refused_tokens_are_replaced(tmp_path: Path) -> None:
+    calls = [([5, 6, 7], [0, 1, 2]), ([8, 90, 91], [3, 4, 5]), ([9, 92], [4, 5]), ([1, 2, 3], [0, 1, 2])]
+    first, second = read_dumps(engine_trace(tmp_path / "t", calls))
+    assert first.ids == (5, 6, 7, 8, 9, 92) and second.ids == (1, 2, 3)
+    assert first.taps_TA[:, 0].tolist() == [5.0, 6.0, 7.0, 8.0, 9.0, 92.0]
+    assert first.declared == (3,) and first.count == 1
+
+
+def test_a_trees_branches_and_a_cached_prefix_are_left_out(tmp_path: Path) -> None:
+    calls = [([5, 6, 7], [0, 1, 2]), ([8, 9, 91], [3, 4, 4]), ([3], [5]), ([4, 4], [9, 10])]
+    (only,) = read_dumps(engine_trace(tmp_path / "t", calls))
+    assert only.ids == (5, 6, 7)
+    with pytest.raises(InputError, match="prefix caching off"):
+        read_dumps(engine_trace(tmp_path / "u", calls[2:]))
 
 
 def test_rows_of_a_batch_are_told_apart_by_their_positions() -> None:

@@ -255,6 +255,7 @@ def test_sglang_has_the_names_that_are_hooked(wheel: zipfile.ZipFile) -> None:
     assert "self.fc(hidden_states)" in ast.unparse(inner)
     mla = source(wheel, "models/kimi_k25_eagle3.py")
     assert "self.fc(hidden_states)" in ast.unparse(mla) and "self.model = " in ast.unparse(mla)
+    assert '"--disable-cuda-graph"' in wheel.read("sglang/srt/server_args.py").decode()
     for family in ("llama", "qwen3", "deepseek_v2", "gpt_oss"):
         text = wheel.read(f"sglang/srt/models/{family}.py").decode()
         assert "self.logits_processor(" in text and "aux_hidden_states" in text, family

@@ -13,6 +13,7 @@ from eyas.errors import InputError
 from eyas.formats.trace import TRACE, Record, Trace, TraceRequest, read_trace
 from eyas.models.draft import Draft
 from eyas.models.target import Target, load_target, record_boundaries
+from eyas.pipeline.inspect import inspect_path
 from eyas.run import read_manifest, verify_files
 from test_engine import random_draft
 
@@ -175,6 +176,14 @@ def test_a_cut_last_line_is_left_out_and_a_bad_one_named(traced: Trace, tmp_path
         read_trace(tmp_path)
     with pytest.raises(InputError, match="trace folder"):
         read_trace(tmp_path / "nowhere")
+
+
+def test_inspect_says_what_a_trace_is_with_and_without_a_manifest(traced: Trace, tmp_path: Path) -> None:
+    assert inspect_path(traced.folder)["kind"] == "trace"
+    (tmp_path / TRACE).write_text((traced.folder / TRACE).read_text().replace('"tensor"', '"x"'))
+    seen = inspect_path(tmp_path)
+    assert (seen["kind"], seen["boundaries"], seen["tensors"]) == ("trace", [2, 4, 5], False)
+    assert seen["records"]["taps"] == len(traced.of("taps")) and seen["source"].startswith("eyas ")
 
 
 def test_a_tensor_that_is_gone_is_named(traced: Trace, tmp_path: Path) -> None:

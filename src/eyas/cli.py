@@ -279,7 +279,7 @@ def trace(
 
     def work() -> dict[str, Any]:
         if engine is not None:
-            return engine_environment(engine, out, settings.tensors)
+            return engine_environment(engine, out)
         from eyas.pipeline.trace import trace
 
         return staged(out, trace(draft, out, settings, target.settings))

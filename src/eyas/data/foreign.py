@@ -200,7 +200,11 @@ def _response(answer: Any, path: Path, number: int, given: Sequence[int] | None)
     if cached:
         wanted = "states of every token of the prompt"
         raise _unreadable(path, f"{cached} tokens came from the prefix cache, whose states are not returned", wanted)
-    whole = None if prompt is None else [*prompt, *answer.get("output_ids", [])]
+    output = answer.get("output_ids") or []
+    for name, one in (("input_ids", prompt), ("output_ids", output)):
+        if one is not None and not (isinstance(one, Sequence) and all(type(token) is int for token in one)):
+            raise _unreadable(path, f"{name} that are no list of integers", "token ids")
+    whole = None if prompt is None else [*prompt, *output]
     advice = "the prompt's ids, as `input_ids` beside meta_info"
     known = _ids(whole, len(taps), path, advice, longer=True)
     return Dump(str(meta.get("id", number)), "SGLang response", known, taps, None)
@@ -225,7 +229,7 @@ def dumps_of_trace(trace: Trace) -> list[Dump]:
     """The texts of a trace, put together from its calls.
 
     A call's rows start where the rows kept before it end: what it computes anew (after refused drafted tokens) replaces
-    the old. A run of rows that starts beyond every text (a cached prefix) is left out. Raises InputError where the
+    the old. Rows that start beyond the latest text (a cached prefix) are left out. Raises InputError where the
     trace holds no tensors, or no states.
     """
     texts: list[tuple[list[int], list[Tensor]]] = []
@@ -236,8 +240,11 @@ def dumps_of_trace(trace: Trace) -> list[Dump]:
             continue
         ids, positions, states_TA, taps = found
         count = taps
-        for first, end in runs(positions):
-            _place(texts, positions[first], ids[first:end], states_TA[first:end])
+        whole = runs(positions)
+        for first, end in whole:
+            # Rows that go on are one text's only where they are alone: beside others they may be a tree's branches.
+            if positions[first] == 0 or len(whole) == 1:
+                _place(texts, positions[first], ids[first:end], states_TA[first:end])
     if not texts:
         no_tensors = any(record.tensor is None for record in trace.of("tap") + trace.of("taps"))
         raise InputError(
@@ -246,14 +253,11 @@ def dumps_of_trace(trace: Trace) -> list[Dump]:
             where=str(trace.folder),
             next="trace again with --tensors (in an engine: EYAS_TRACE_TENSORS=1, prefix caching off)",
         )
+    declared = trace.header.boundaries
     return [
-        Dump(f"text {number}", f"trace ({trace.header.source})", tuple(ids), torch.stack(rows), count, _declared(trace))
+        Dump(f"text {number}", f"trace ({trace.header.source})", tuple(ids), torch.stack(rows), count, declared)
         for number, (ids, rows) in enumerate(texts)
     ]
-
-
-def _declared(trace: Trace) -> tuple[int, ...] | None:
-    return trace.header.boundaries
 
 
 def _call(trace: Trace, records: list[Record]) -> tuple[list[int], list[int], Tensor, int] | None:
@@ -299,9 +303,8 @@ def _place(texts: list[tuple[list[int], list[Tensor]]], start: int, ids: list[in
     if start == 0:
         texts.append((list(ids), list(states_TA)))
         return
-    found = next((text for text in reversed(texts) if len(text[0]) >= start), None)
-    if found is not None:
-        found[0][start:], found[1][start:] = ids, list(states_TA)
+    if texts and len(texts[-1][0]) >= start:
+        texts[-1][0][start:], texts[-1][1][start:] = ids, list(states_TA)
 
 
 def _ids(ids: Sequence[int] | None, rows: int, where: Path, advice: str, longer: bool = False) -> tuple[int, ...]:
@@ -312,7 +315,7 @@ def _ids(ids: Sequence[int] | None, rows: int, where: Path, advice: str, longer:
         )
     if len(ids) < rows or (len(ids) > rows and not longer):
         raise _unreadable(where, f"{len(ids)} ids for {rows} rows", "one row of states a token")
-    return tuple(int(one) for one in ids[:rows])
+    return tuple(ids[:rows])
 
 
 def _unreadable(path: Path, got: str, wanted: str) -> InputError:

@@ -132,7 +132,7 @@ ENGINES = {
 """Flags under which an engine's forwards all pass Python, and no prompt's states come from a cache."""
 
 
-def engine_environment(engine: str, out: Path, tensors: bool = True) -> dict[str, Any]:
+def engine_environment(engine: str, out: Path) -> dict[str, Any]:
     """What to set and which flags to add so that `engine` writes a trace into `out`. Raises InputError for another."""
     name = engine.partition("@")[0]
     if name not in ENGINES:
@@ -146,7 +146,7 @@ def engine_environment(engine: str, out: Path, tensors: bool = True) -> dict[str
         "PYTHONPATH": str(ENGINE_SIDE),
         "EYAS_TRACE": "1",
         "EYAS_TRACE_OUT": str(out.absolute()),
-        "EYAS_TRACE_TENSORS": str(int(tensors)),
+        "EYAS_TRACE_TENSORS": "1",
     }
     return {
         "environment": environment,

@@ -4,6 +4,7 @@ Findings are no failure: only a path that cannot be read is an InputError.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from eyas.formats.problem import Problem
 from eyas.formats.read_config import DraftFile, is_draft, read_config
 from eyas.formats.taps import captures, default_boundaries
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
+from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, read_manifest, verify_files
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
@@ -91,6 +93,8 @@ def _read_json(path: Path) -> JSON:
 def _folder(path: Path, verify: bool) -> JSON:
     if (path / MANIFEST).is_file():
         return _stage(path, verify)
+    if is_trace(path):
+        return _trace(path)
     if (path / CONFIG).is_file():
         return _model_folder(path)
     if (path / WEIGHTS).is_file() or (path / INDEX).is_file():
@@ -100,6 +104,22 @@ def _folder(path: Path, verify: bool) -> JSON:
     error = _unreadable(path, got)
     error.next = f"eyas inspect {path / found[-1]}" if found else error.next
     raise error
+
+
+def _trace(path: Path) -> JSON:
+    """A trace that an engine left: it has no manifest, for nothing tells when an engine has ended."""
+    trace = read_trace(path)
+    stages = Counter(record.stage for record in trace.records)
+    return {
+        "kind": "trace",
+        "path": str(path),
+        "source": f"{trace.header.source} {trace.header.version}",
+        "boundaries": None if trace.header.boundaries is None else list(trace.header.boundaries),
+        "calls": len(dict(trace.calls())),
+        "records": dict(stages),
+        "tensors": any(record.tensor for record in trace.records),
+        "findings": [],
+    }
 
 
 def _stage(path: Path, verify: bool) -> JSON:

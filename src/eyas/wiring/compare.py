@@ -261,6 +261,8 @@ def check_rows_of(traced: Traced) -> Check:
         step = next((one for one in records if one.stage == "layer" and not one.step and one.ids), None)
         if fed is None or step is None or fed.positions is None or step.ids is None:
             continue
+        if fed.positions[0] != 0:  # beside refused tokens lie the target's own: only a prompt's rows are plain
+            continue
         if step.positions is not None and len(step.positions) == len(fed.positions):
             offsets |= {mine - theirs for mine, theirs in zip(step.positions, fed.positions, strict=True)}
         for position, embedded in list(zip(fed.positions, step.ids, strict=False))[:-1]:

@@ -24,8 +24,13 @@ logger = logging.getLogger("eyas_trace")
 
 
 def wanted() -> bool:
-    """Whether EYAS_TRACE asks for a trace."""
-    return os.environ.get("EYAS_TRACE", "0") not in ("", "0")
+    """Whether EYAS_TRACE asks for a trace; if so, this package's own messages are heard from now on."""
+    asked = os.environ.get("EYAS_TRACE", "0") not in ("", "0")
+    if asked and not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return asked
 
 
 def statistics(tensor: torch.Tensor) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 SGLang calls `model.forward`, not the module, so the top module's own hooks never run; the logits processor, which every
 target class calls with its ids and captured states, is the highest module that is called. Forward hooks run on eager
-forwards only: start with --disable-cuda-graph (newer releases: --disable-decode-cuda-graph and
---disable-prefill-cuda-graph).
+forwards only: start with --disable-cuda-graph (0.5.11 to 0.5.13: and --disable-piecewise-cuda-graph).
 """
 
 import importlib

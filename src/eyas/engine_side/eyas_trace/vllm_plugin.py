@@ -51,6 +51,7 @@ class TraceExtension:
     model_runner: Any
 
     def eyas_trace_start(self) -> list[str]:
+        wanted()
         runner = self.model_runner
         holders = [getattr(runner, name, None) for name in ("drafter", "speculator")]
         models = [runner.get_model(), *(getattr(holder, "model", None) for holder in holders)]
