@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyas.cli import main
 from eyas.data.foreign import read_dumps
 from eyas.data.shards import CaptureReader
 from eyas.engine.generate import Engine
 from eyas.errors import InputError
 from eyas.formats.trace import TRACE, TraceRequest, read_trace
+from eyas.models.checkpoint import DraftInfo, config_json
 from eyas.models.draft import Draft
 from eyas.models.target import Target, load_target, record_boundaries
 from eyas.pipeline.trace import trace
@@ -131,6 +133,25 @@ def test_other_taps_than_the_drafts_are_named(
     assert check.status == "fail"
     assert check.findings[0].code == code and check.findings[0].found == found
     assert "[2, 4, 5]" in check.findings[0].fix
+
+
+def test_a_streamed_target_is_held_against_the_drafts_own_boundaries(
+    made: Path, target: Target, tiny_target: Path, tmp_path: Path
+) -> None:
+    """What the engine says it captured is no evidence: it captured it because it says so."""
+    info = DraftInfo(
+        draft=random_draft(target).config.model_copy(update={"boundaries": (2, 4, 6)}),
+        target=target.identity,
+        tokenizer_hash="",
+        template_hash=None,
+        ttt_length=None,
+        versions={},
+    )
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_json(info, "float32")))
+    check = of(trace_checks([made], tiny_target, None, None, folder), "trace taps")
+    assert [(one.code, one.expected) for one in check.findings] == [("tap_offset", f"boundary 6 of {LAYERS}")]
 
 
 def test_fewer_taps_than_the_drafts_are_missing(made: Path, target: Target, draft: Draft, tmp_path: Path) -> None:
@@ -259,3 +280,17 @@ def test_the_command_traces_and_its_folder_is_not_written_twice(tiny_target: Pat
     assert {record.stage for record in read_trace(out).records} == {"embedding", "accepted"}
     with pytest.raises(InputError, match="empty folder"):
         trace(None, out, settings, target)
+
+
+def test_check_takes_traces_from_the_command_line(
+    made: Path, target: Target, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = swapped(made, tmp_path / "t", target, (2, 4, 6))
+    for path, status, verdict in ((made, 0, "unknown"), (wrong, 1, "fail")):
+        with pytest.raises(SystemExit) as caught:
+            main(["check", "--trace", str(path), "--target", str(tiny_target), "--json"])
+        assert caught.value.code == status
+        found = json.loads(capsys.readouterr().out)
+        assert found["verdict"] == verdict
+        named = {check["name"]: check["status"] for check in found["checks"]}
+        assert named["trace rows (t)"] == "pass" and named["trace draft (t)"] == "skipped"

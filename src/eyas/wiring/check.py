@@ -82,7 +82,7 @@ def check(
         facts = None if target is None else TargetFacts.of_identity(target.identity, target.context_length)
         checks += [check_loader(served, engine, facts) for engine in engines]
     if traces:
-        checks += trace_checks(traces, reference, reader, load_checked_draft(given))
+        checks += trace_checks(traces, reference, reader, draft_or_none(given), draft or export)
     findings = [finding for one in checks for finding in one.findings]
     return {
         "verdict": verdict(checks, findings),
@@ -179,6 +179,14 @@ def load_checked_draft(given: Given) -> Draft | None:
     target, captured = given.target, None if given.captures is None else given.captures.boundaries
     foreign = NamedTarget(target.identity, target.context_length, target.embedding)
     return load_draft(given.draft_folder, target.embedding, foreign=foreign, boundaries=captured)[0]
+
+
+def draft_or_none(given: Given) -> Draft | None:
+    """The draft; None where it cannot be loaded, which the vocabulary check reports."""
+    try:
+        return load_checked_draft(given)
+    except InputError:
+        return None
 
 
 def check_parity(given: Given) -> Check:

@@ -19,6 +19,7 @@ from eyas.data.shards import CaptureReader
 from eyas.engine.cache import KVCache
 from eyas.errors import InputError
 from eyas.formats.trace import Record, Trace
+from eyas.models.checkpoint import has_info, newest_step, read_info
 from eyas.models.draft import Draft
 from eyas.models.target import Target
 from eyas.wiring.compare import OTHER, SAME, Traced, check_trace, distance, finding_of
@@ -210,15 +211,23 @@ def difference(first: Trace, mine: Record, second: Trace, theirs: Record) -> flo
 
 
 def trace_checks(
-    paths: Sequence[Path], reference: Target | Path | None, captures: CaptureReader | None, draft: Draft | None
+    paths: Sequence[Path],
+    reference: Target | Path | None,
+    captures: CaptureReader | None,
+    draft: Draft | None,
+    folder: Path | None = None,
 ) -> list[Check]:
     """Every check of the traces and dumps at `paths`; of two, also each other's.
 
-    What must have been captured is what the draft was trained on, else what the captures hold. Raises InputError for a
-    path that is neither trace nor dump.
+    What must have been captured is what the draft was trained on, else what the captures hold. `folder` is the draft's,
+    where the draft itself could not be loaded. Raises InputError for a path that is neither trace nor dump.
     """
     read = [Traced.read(path) for path in paths]
-    wanted = draft.config.boundaries if draft is not None else None if captures is None else captures.boundaries
+    wanted = None if captures is None else captures.boundaries
+    if draft is not None:
+        wanted = draft.config.boundaries
+    elif folder is not None and has_info(folder):
+        wanted = read_info(newest_step(folder)).draft.boundaries
     exact = None if draft is None else draft.float()
     checks: list[Check] = []
     for traced in read:
