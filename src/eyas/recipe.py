@@ -120,8 +120,8 @@ class TrainSettings(Section):
     """AdamW, on matrices only."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Gradient norm limit."""
-    batch_tokens: int = Field(default=2048, ge=1)
-    """Tokens in one packed forward."""
+    batch_tokens: int = Field(default=512, ge=1)
+    """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
     accumulate: int = Field(default=1, ge=1)
     """Packed forwards in one optimiser step."""
     step_decay: float = Field(default=0.8, gt=0, le=1)
@@ -131,7 +131,7 @@ class TrainSettings(Section):
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are supervised."""
     initialise: Literal["target", "random"] = "target"
-    """Start the head and layer from the target's head slice and last layer, or from noise."""
+    """Start from the target's head slice and final norm, with an attention that reads the own token; or from noise."""
     seed: int = 0
     """Seed of initialisation and order."""
     save_every: int = Field(default=50, ge=1)

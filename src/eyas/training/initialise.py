@@ -1,6 +1,6 @@
-"""A new draft: its shape from the target's config, its vocabulary from the answers, its weights from the target.
+"""A new draft: its shape from the target's config, its vocabulary from the answers, its head from the target.
 
-Shapes: H hidden (the target's), D draft vocabulary, V target vocabulary, I in-features of a weight.
+Shapes: H hidden (the target's), D draft vocabulary, V target vocabulary.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,7 @@ from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
 from eyas.recipe import DraftSettings
 
-EMBEDDING_STD = 0.02
-"""Start of the weights that read the embedding: the target's layers have none to copy."""
+SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
 
 
 def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSettings) -> DraftConfig:
@@ -98,8 +97,7 @@ def new_draft(target: Target, config: DraftConfig, counts_V: Tensor, initialise:
         if initialise == "target":
             with torch.no_grad():
                 copy_head(draft, target)
-                copy_layer(draft, target)
-                start_from_last_tap(draft)
+                attend_to_self(draft)
     return draft
 
 
@@ -118,37 +116,22 @@ def gain(norm: nn.Module, like_H: Tensor) -> Tensor:
     return found_H if bool(found_H.abs().sum() > 0) else torch.ones_like(like_H)
 
 
-def copy_layer(draft: Draft, target: Target) -> None:
-    """Attention, MLP and norms of the draft's layers from the target's last ones, wherever shapes agree.
+def attend_to_self(draft: Draft) -> None:
+    """The first layer starts by reading each row's own next token, which a uniform attention would drown.
 
-    The first layer reads cat(embedding, state): its query, key and value take the target's weights on the state's
-    half and start small on the embedding's.
+    Query and key share one random projection of the embedding, so a row's own key scores SELF_SCORE and another
+    token's about nothing; value and output keep the scale of what they read. The states' half starts near nothing.
+    Measured (docs/lab.md): accept length 1.36 after one epoch, against 1.30 from noise and 1.33 from the target's last
+    layer, whose attention looks elsewhere.
     """
-    kept = draft.config.num_hidden_layers
-    for layer, source in zip(draft.layers, target.layers[-kept:], strict=True):
-        found = source.state_dict()
-        for name, parameter in layer.named_parameters():
-            weight = found.get(name)
-            if weight is None or "layernorm" in name:
-                continue
-            if weight.shape == parameter.shape:
-                parameter.copy_(weight)
-            elif weight.dim() == 2 and parameter.shape == (weight.shape[0], 2 * weight.shape[1]):
-                parameter[:, weight.shape[1] :] = weight
-                nn.init.normal_(parameter[:, : weight.shape[1]], std=EMBEDDING_STD)
-        children = dict(source.named_children())
-        for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
-            _copy_gain(dict(layer.named_children()).get(ours), children.get(theirs))
-
-
-def _copy_gain(ours: nn.Module | None, theirs: nn.Module | None) -> None:
-    if ours is not None and theirs is not None:
-        weight: Any = ours.weight
-        weight.copy_(gain(theirs, weight))
-
-
-def start_from_last_tap(draft: Draft) -> None:
-    """`fc` begins as the last tap itself; the other taps' weights keep their small random start."""
-    hidden, width = draft.config.hidden_size, draft.config.target_hidden_size
-    if hidden == width:
-        draft.fc.weight[:, -width:] += torch.eye(hidden, device=draft.fc.weight.device)
+    config, attention = draft.config, draft.layers[0].self_attn
+    hidden, groups = config.hidden_size, config.num_key_value_heads
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        nn.init.normal_(projection.weight, std=STATE_STD)
+    shared = torch.randn(groups, 1, config.head_dim, hidden, device=draft.fc.weight.device) / hidden**0.5
+    shared *= (SELF_SCORE / config.head_dim**0.5) ** 0.5  # |key|^2 / sqrt(E), what attention sees, becomes SELF_SCORE
+    heads = shared.expand(-1, config.num_attention_heads // groups, -1, -1)
+    attention.q_proj.weight[:, :hidden] = heads.reshape(-1, hidden)
+    attention.k_proj.weight[:, :hidden] = shared.reshape(-1, hidden)
+    nn.init.normal_(attention.v_proj.weight[:, :hidden], std=hidden**-0.5)
+    nn.init.normal_(attention.o_proj.weight, std=OUTPUT_GAIN * attention.o_proj.in_features**-0.5)
