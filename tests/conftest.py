@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tiny import save_tiny_target
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
