@@ -120,7 +120,7 @@ class TrainSettings(Section):
     """AdamW, on matrices only."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Gradient norm limit."""
-    batch_tokens: int = Field(default=512, ge=1)
+    batch_tokens: int = Field(default=256, ge=1)
     """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
     accumulate: int = Field(default=1, ge=1)
     """Packed forwards in one optimiser step."""
