@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, Layer
 from eyas.models.target import Target
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
@@ -124,7 +124,9 @@ def attend_to_self(draft: Draft) -> None:
     Measured (docs/lab.md): accept length 1.36 after one epoch, against 1.30 from noise and 1.33 from the target's last
     layer, whose attention looks elsewhere.
     """
-    config, attention = draft.config, draft.layers[0].self_attn
+    config, first = draft.config, draft.layers[0]
+    assert isinstance(first, Layer), "a draft is made of draft layers"
+    attention = first.self_attn
     hidden, groups = config.hidden_size, config.num_key_value_heads
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         nn.init.normal_(projection.weight, std=STATE_STD)
