@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from eyas.data.shards import CaptureReader
-from eyas.stage import Stage, begin
 from eyas.errors import InputError
 from eyas.models.checkpoint import DraftInfo, load_draft, make_info
 from eyas.models.draft import Draft
@@ -28,6 +27,7 @@ from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import DraftSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, disk_error, hash_file, read_manifest, write_atomic
+from eyas.stage import Stage, begin
 from eyas.training.batches import Batches, order, pack
 from eyas.training.initialise import count_tokens, draft_config, new_draft
 from eyas.training.inputs import check_captures
