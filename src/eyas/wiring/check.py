@@ -24,8 +24,8 @@ from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.reference import final_normed, num_hidden_layers, open_reference, reference_boundaries
 from eyas.wiring.served import ALLOWED, walk_against_engine
 from eyas.wiring.static_checks import Check, check_loader, check_tables
-from eyas.wiring.tap_findings import tap_findings
-from eyas.wiring.teacher import AGREES, norm_state, teacher_agreement
+from eyas.wiring.tap_findings import shift_finding, tap_findings
+from eyas.wiring.teacher import AGREES, agreeing_shift, norm_state, teacher_agreement
 from eyas.wiring.trace_draft import trace_checks
 
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
@@ -152,8 +152,8 @@ def check_teacher(given: Given) -> Check:
     if not samples:
         return Check(name, "skipped", f"no captured sample of {PROBE_MIN} tokens or more")
     totals = {"before": 0.0, "after": 0.0, "normed twice": 0.0}
-    for sample in samples:
-        last = reference_boundaries(given.target, sample.ids_T.tolist())[-1]
+    references = [reference_boundaries(given.target, sample.ids_T.tolist())[-1] for sample in samples]
+    for sample, last in zip(samples, references, strict=True):
         for reading, share in teacher_agreement(given.target, sample.last_hidden_TH, last).items():
             totals[reading] += share / len(samples)
     declared = given.captures.last_hidden_norm
@@ -161,6 +161,12 @@ def check_teacher(given: Given) -> Check:
     evidence = f"declared {declared} the final norm; " + ", ".join(f"{k}: {v:.3f}" for k, v in totals.items())
     if shown == declared:
         return Check(name, "pass", evidence)
+    shifts = {
+        agreeing_shift(given.target, sample.last_hidden_TH, last, declared)
+        for sample, last in zip(samples, references, strict=True)
+    }
+    if len(shifts) == 1 and (shift := shifts.pop()) is not None:
+        return Check(name, "fail", evidence, [shift_finding((), shift, (), "captures: last_hidden")])
     finding = Finding(
         code="teacher_not_normed" if declared == "after" else "teacher_double_normed",
         severity="error",

@@ -70,7 +70,9 @@ def shift_finding(declared: Sequence[int], shift: int, matches: Sequence[Match],
         expected="row t holds the states of token t",
         found=f"row t holds the states of token t{shift:+d}",
         fix=f"pair states and ids of the same position: {cause}",
-        message=f"Blocks declared as {', '.join(map(str, declared))}: {words(matches)}.",
+        message=f"Blocks declared as {', '.join(map(str, declared))}: {words(matches)}."
+        if declared
+        else "The teacher's states are the target's, of other tokens than the ids beside them.",
     )
 
 

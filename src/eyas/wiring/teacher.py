@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eyas.data.shards import NormState
 from eyas.models.target import Target
+from eyas.wiring.identify import SHIFTS, aligned
 
 AGREES = 0.98
 """Share of equal argmaxes that counts as the target's own: bf16 states flip near-ties."""
@@ -27,6 +28,19 @@ def teacher_agreement(target: Target, last_hidden_TH: Tensor, reference_TH: Tens
     wanted = target.logits(target.final_norm(reference_TH.to(target.dtype))).argmax(dim=-1)
     readings = {"before": once, "after": stored, "normed twice": target.final_norm(once)}
     return {name: (target.logits(x).argmax(dim=-1) == wanted).float().mean().item() for name, x in readings.items()}
+
+
+@torch.inference_mode()
+def agreeing_shift(target: Target, last_hidden_TH: Tensor, reference_TH: Tensor, state: NormState) -> int | None:
+    """The token shift under which the stored states, of a norm `state`, are the target's; None where there is none.
+
+    Row t of the stored states is then the reference's row t + shift.
+    """
+    for shift in SHIFTS[1:]:
+        mine, theirs = aligned(len(last_hidden_TH), shift)
+        if teacher_agreement(target, last_hidden_TH[mine], reference_TH[theirs])[state] >= AGREES:
+            return shift
+    return None
 
 
 def norm_state(agreement: dict[str, float], declared: NormState) -> NormState | None:

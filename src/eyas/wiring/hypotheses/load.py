@@ -3,6 +3,7 @@
 Shapes: V target vocabulary, H hidden, D draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.names import expected_tensors
-from eyas.models.checkpoint import WEIGHTS, canonical_tensors, newest_step, read_info
+from eyas.models.checkpoint import WEIGHTS, canonical_tensors, has_info, load_draft, newest_step, read_info
 from eyas.models.draft import Draft, llama_config
+from eyas.models.foreign import NamedTarget
 
 TABLES = frozenset({"d2t", "t2d"})
 
@@ -30,9 +32,16 @@ class Parts:
     """Float tensors in float32, by canonical name."""
 
     @classmethod
-    def of(cls, folder: Path) -> "Parts":
-        """Raises InputError for a folder that is no draft, or lacks a tensor that no near-miss can replace."""
+    def of(cls, folder: Path, foreign: NamedTarget | None = None, boundaries: Sequence[int] | None = None) -> "Parts":
+        """Raises InputError for a folder that is no draft, or lacks a tensor that no near-miss can replace.
+
+        A draft that Eyas did not write needs `foreign`, its target, and is loaded as `load_draft` does.
+        """
         folder = newest_step(folder)
+        if foreign is not None and not has_info(folder):
+            draft, info = load_draft(folder, dtype=torch.float32, foreign=foreign, boundaries=boundaries)
+            state = draft.state_dict()
+            return cls(info.draft, {name: state[name].detach() for name in expected_tensors(info.draft)})
         info = read_info(folder)
         try:
             found = canonical_tensors(load_file(folder / WEIGHTS))

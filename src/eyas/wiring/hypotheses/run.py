@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from eyas.data.shards import CaptureReader
+from eyas.models.foreign import NamedTarget
 from eyas.models.target import Target
 from eyas.wiring.findings import Finding
 from eyas.wiring.hypotheses.compare import FEWEST_DOCUMENTS
@@ -30,7 +31,8 @@ def check_hypotheses(target: Target, draft: Path, captures: CaptureReader, recom
     `recompute` false leaves out the taps that the captures do not hold. Raises InputError for a folder that is no
     draft. `facts` holds every wiring tried; `accept_length` as declared and `accept_length_after` the fix.
     """
-    parts = Parts.of(draft)
+    named = NamedTarget(target.identity, target.context_length, target.embedding)
+    parts = Parts.of(draft, named, captures.boundaries)
     width = len(captures.boundaries) * captures.hidden_size
     if parts.config.taps_width != width:
         wanted = f"the draft reads {len(parts.config.boundaries)} taps, the captures hold {len(captures.boundaries)}"
