@@ -31,7 +31,7 @@ from eyas.wiring.trace_draft import trace_checks
 PROBE_SAMPLES, PROBE_MIN, PROBE_MAX = 2, 24, 256
 PARITY_TOLERANCE = 1e-4
 """Float32 sums in another order, relative to the logits' own scale."""
-SERVED_STEPS, SERVED_SAMPLES = 3, 8
+SERVED_STEPS, SERVED_SAMPLES = 3, 6
 """Chain length and answers of the engine's own run: a minute on two cores with the default target."""
 ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
 
