@@ -27,8 +27,10 @@ from eyas.wiring.identify import NORMED
 
 CHUNK = 256
 STEPS = 3
-MOST_TOKENS, MOST_ROWS, MOST_LENGTH = 3000, 1400, 1024
+MOST_TOKENS, MOST_ROWS, MOST_LENGTH = 3000, 700, 1024
 """Tokens and supervised rows looked at: half a minute for thirty wirings on two cores with the default target."""
+DOCUMENTS = 20
+"""As many, where there are: the interval comes from them."""
 MOST_LOGITS = 2**26
 """Teacher probabilities kept, in numbers: a quarter of a gigabyte."""
 
@@ -205,18 +207,21 @@ def moved(rows_T: Tensor, shift: int) -> Tensor:
 
 
 def choose(reader: CaptureReader, draft_vocab_size: int) -> list[Sample]:
-    """Captured samples to look at: held-out ones first, many documents rather than long ones, within the limits."""
+    """Captured samples to look at, held-out ones first, each cut so that many documents fit within the limits."""
     most_rows = max(64, min(MOST_ROWS, MOST_LOGITS // draft_vocab_size))
     order = sorted(range(len(reader)), key=lambda number: (reader.samples[number].split != "heldout", number))
+    a_document = max(STEPS + 1, most_rows // max(1, min(DOCUMENTS, len(order))))
     chosen: list[Sample] = []
     tokens = rows = 0
     for number in order:
-        sample = reader.read(number).cut(MOST_LENGTH)
-        supervised = int(sample.loss_mask_T.sum())
-        if supervised < STEPS + 1 or not sample.taps_TA.isfinite().all() or not sample.last_hidden_TH.isfinite().all():
+        sample = reader.read(number)
+        supervised = sample.loss_mask_T.bool().cumsum(dim=0)
+        sample = sample.cut(min(MOST_LENGTH, int((supervised <= a_document).sum())))
+        added = int(sample.loss_mask_T.sum())
+        if added < STEPS + 1 or not sample.taps_TA.isfinite().all() or not sample.last_hidden_TH.isfinite().all():
             continue
-        if chosen and (tokens + len(sample.ids_T) > MOST_TOKENS or rows + supervised > most_rows):
+        if chosen and (tokens + len(sample.ids_T) > MOST_TOKENS or rows + added > most_rows):
             break
         chosen.append(sample)
-        tokens, rows = tokens + len(sample.ids_T), rows + supervised
+        tokens, rows = tokens + len(sample.ids_T), rows + added
     return chosen

@@ -74,6 +74,7 @@ def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
         scaling,
         blank_d2t=d2t is not None and not d2t.any(),
         target_is_here=recompute,
+        tied_target=torch.equal(target.head.weight, target.embedding),
         embedding_scale=scaled,
     )
 

@@ -71,6 +71,8 @@ class Facts:
     """Whether d2t is all zeros: written by a tool that had none, or filled in by an engine."""
     target_is_here: bool = True
     """Whether states can be computed anew."""
+    tied_target: bool = False
+    """Whether the target's head is its embedding."""
     embedding_scale: bool = False
     """Whether the target multiplies its embeddings (Gemma does, by sqrt(H))."""
 
@@ -143,8 +145,9 @@ def ends(facts: Facts) -> Iterator[Wiring]:
     if facts.embedding_scale and not facts.config.own_embedding:
         fix = "store embed_tokens = the target's table times sqrt(hidden_size), own_embedding: true"
         yield Wiring("the target's embedding times sqrt(H)", "embed_mismatch", fix, where, embedding="scaled")
-    fix = "tie_word_embeddings: true was trained; write lm_head from the embedding's rows"
-    yield Wiring("the embedding as head", "tied_head", fix, "draft: lm_head", head="embedding")
+    if not facts.tied_target:
+        fix = "tie_word_embeddings: true was trained; write lm_head from the embedding's rows"
+        yield Wiring("the embedding as head", "tied_head", fix, "draft: lm_head", head="embedding")
     fix = "lm_head = the target's head rows of the draft vocabulary"
     yield Wiring("the target's head", "head_mismatch", fix, "draft: lm_head", head="target")
 
