@@ -22,7 +22,7 @@ from eyas.models.checkpoint import make_info, save_draft
 from eyas.models.draft import Draft
 from eyas.models.target import Target, record_boundaries
 from eyas.models.vocab import build_vocab, target_ids
-from eyas.training.initialise import copy_head, copy_layer, start_from_last_tap
+from eyas.training.initialise import copy_head, gain
 from eyas.training.loss import unroll
 from eyas.training.rows import supervise
 from eyas.training.teacher import Teacher
@@ -123,6 +123,31 @@ def taps_of(document: Document, boundaries: Sequence[int]) -> Tensor:
     return torch.cat([document.states[boundary] for boundary in boundaries], dim=-1)
 
 
+def start_from_last_layer(draft: Draft, target: Target) -> None:
+    """The draft starts as the target's last layer over its last tap: it then leans on positions, as a good draft does.
+
+    A draft that starts otherwise learns these small targets without looking where tokens are, and no rope base shows.
+    """
+    for layer, source in zip(draft.layers, target.layers[-draft.config.num_hidden_layers :], strict=True):
+        found = source.state_dict()
+        for name, parameter in layer.named_parameters():
+            weight = found.get(name)
+            if weight is None or "layernorm" in name:
+                continue
+            if weight.shape == parameter.shape:
+                parameter.copy_(weight)
+            elif weight.dim() == 2 and parameter.shape == (weight.shape[0], 2 * weight.shape[1]):
+                parameter[:, weight.shape[1] :] = weight
+                parameter[:, : weight.shape[1]].normal_(0.0, 0.02)
+        if layer.first:
+            layer.hidden_norm.weight.copy_(gain(source.input_layernorm, layer.hidden_norm.weight))
+        norm = layer.post_attention_layernorm.weight
+        norm.copy_(gain(source.post_attention_layernorm, norm))
+    width = draft.config.target_hidden_size
+    if draft.config.hidden_size == width:
+        draft.fc.weight[:, -width:] += torch.eye(width)
+
+
 def taught_draft(
     target: Target,
     learned: Sequence[Document],
@@ -141,8 +166,7 @@ def taught_draft(
         if config.own_embedding:
             draft.embed_tokens.weight.normal_(0.0, float(target.embedding.std()))
         copy_head(draft, target)
-        copy_layer(draft, target)
-        start_from_last_tap(draft)
+        start_from_last_layer(draft, target)
     teacher = Teacher(target, target_ids(draft.d2t), "before")
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
