@@ -44,6 +44,8 @@ def test_a_speedup_interval_holds_the_ratio_of_all_and_widens_with_disagreement(
 def test_a_text_that_ended_at_its_first_token_counts_for_nothing() -> None:
     pairs = [(Timing(0, 0.0), Timing(0, 0.0)), (Timing(4, 2.0), Timing(4, 1.0))]
     assert speedup(pairs).median == 2.0
+    with pytest.raises(InputError, match="a token after its first"):
+        speedup(pairs[:1])
 
 
 def test_rates_leave_the_prefill_and_its_token_out() -> None:

@@ -61,7 +61,12 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("inspekt", "x"), "--help"),
         (("export", "--draft", "d", "--out", "o", "--for", "tgi"), "sglang"),
         (("check",), "something to check"),
-        (("prompts", "--out", "o", "--train", "0"), "greater than or equal to 1"),
+        (("prompts", "--out", "o", "--train", "0"), "--train 0: Input should be greater than or equal to 1"),
+        (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,4"), "--boundaries 2,4: Input"),
+        (("inspekt", "x"), "`eyas --help`"),
+        (("bench", "--draft", "d", "--max-new-tokens", "1"), "--max-new-tokens 1: Input"),
+        (("check", "--draft", "nowhere"), "no such folder"),
+        (("check", "--export", "nowhere"), "no such folder"),
     ],
 )
 def test_wrong_usage_exits_2_with_four_parts_in_json(
@@ -72,6 +77,39 @@ def test_wrong_usage_exits_2_with_four_parts_in_json(
     error = json.loads(out)["error"]
     assert sorted(error) == ["got", "next", "wanted", "where"]
     assert wanted in " ".join(error.values())
+
+
+def test_an_interrupt_under_json_is_one_object_and_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eyas.cli.packaged_recipes", stop)
+    status, out, err = run(capsys, "recipe", "list", "--json")
+    assert status == 130
+    assert json.loads(out)["error"]["next"] == "the same command resumes"
+    assert "the same command resumes" in err
+
+
+def test_an_out_that_is_a_file_is_not_called_a_full_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+        status, text, _ = run(capsys, "prompts", "--out", str(out), "--train", "2", "--heldout", "1", "--json")
+        assert status == 2
+        assert "a folder, or none yet" in json.loads(text)["error"]["next"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_damaged_draft_or_export_is_bad_input_and_not_an_open_question(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size"')
+    for flag in ("--draft", "--export"):
+        assert run(capsys, "check", flag, str(tmp_path), "--json")[0] == 2
+    (tmp_path / "config.json").write_text("{}")
+    status, out, _ = run(capsys, "check", "--export", str(tmp_path), "--json")
+    assert (status, json.loads(out)["error"]["got"]) == (2, "no such file")
 
 
 def test_an_error_for_people_is_on_stderr_and_stdout_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,9 @@ def test_a_recipe_file_with_bad_toml_or_no_file_is_named(tmp_path) -> None:
     bad.write_text("[train\nepochs = 1")
     with pytest.raises(InputError, match=r"bad\.toml"):
         load_recipe(str(bad))
+    bad.write_bytes(b"name = '\xff'")
+    with pytest.raises(InputError, match="UTF-8"):
+        load_recipe(str(bad))
     with pytest.raises(InputError, match="no such file"):
         load_recipe(str(tmp_path / "absent.toml"))
     with pytest.raises(InputError, match=r'did you mean "demo"'):

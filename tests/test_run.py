@@ -65,6 +65,7 @@ def test_a_stage_under_the_same_values_is_finished_and_under_others_is_refused_b
     ("change", "message"),
     [
         ({"format": 2}, "format 2"),
+        ({"format": "one"}, "format 1"),
         ({"stage": "captures"}, "a captures folder"),
         ({"surprise": 1}, "surprise"),
         (None, "format 1"),

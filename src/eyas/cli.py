@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+from pydantic import ValidationError
 from rich.console import Console
 
 from eyas import __version__
@@ -47,6 +48,7 @@ app = App(
     help="Raise EAGLE-3 drafts: data, training, wiring checks, export, measurement.",
     help_format="plaintext",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
 recipes = App(name="recipe", help="Recipes: what `eyas run` needs, in one TOML.")
 cache = App(name="cache", help="The cache: converted targets.")
@@ -395,6 +397,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         sys.exit(report(disk_error(Path(error.filename or "."), error), tokens))
     except KeyboardInterrupt:
+        if "--json" in tokens:
+            report(interrupted(), tokens)
         say("interrupted; the same command resumes")
         sys.exit(INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
@@ -402,12 +406,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
     command = next((token for token in tokens if not token.startswith("-")), "")
+    if isinstance(error, UnknownCommandError):
+        command = ""
+    got = next((told for cause in (error.__cause__, error.__context__) if (told := setting_error(cause))), str(error))
     return InputError(
         wanted=f"a command line that `eyas {command} --help` shows".replace("  ", " "),
-        got=" ".join(str(error).split()),
+        got=" ".join(got.split()),
         where="the command line",
         next=f"eyas {command} --help".replace("  ", " "),
     )
+
+
+def interrupted() -> EyasError:
+    return EyasError(
+        wanted="the command to finish", got="an interrupt", where="the keyboard", next="the same command resumes"
+    )
+
+
+def setting_error(cause: BaseException | None) -> str:
+    """A flag whose value a setting refused: the flag, why, and the value. Empty for any other cause."""
+    if not isinstance(cause, ValidationError):
+        return ""
+    first = cause.errors(include_url=False)[0]
+    flag = ".".join(str(part) for part in first["loc"] if isinstance(part, str)).replace("_", "-")
+    return f"--{flag} {first['input']}: {first['msg']}"
 
 
 def missing(error: ModuleNotFoundError) -> MissingDependency:

@@ -170,8 +170,8 @@ class BenchSettings(Section):
     """`test` (the built-in natural test set), `heldout`, or a JSONL file."""
     limit: int | None = Field(default=24, ge=1)
     """Prompts used; none means all."""
-    max_new_tokens: int = Field(default=96, ge=1)
-    """Tokens generated a prompt."""
+    max_new_tokens: int = Field(default=96, ge=2)
+    """Tokens generated a prompt; the first comes from the prefill and is not timed."""
     num_steps: int | None = Field(default=None, ge=1)
     """Chain depth; none picks it from measured survival and step costs."""
     precision: Precision = "auto"
@@ -232,7 +232,7 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
     if path.suffix == ".toml" or path.is_file():
         if not path.is_file():
             raise InputError(wanted="a recipe file", got="no such file", where=name, next="eyas recipe list")
-        text, where = path.read_text(), str(path)
+        text, where = _read_text(path), str(path)
     elif name in packaged_recipes():
         text, where = resources.files("eyas.recipes").joinpath(f"{name}.toml").read_text(), f"packaged recipe {name}"
     else:
@@ -249,6 +249,15 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
     for override in overrides:
         _override(values, override)
     return validate(Recipe, values, where)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            wanted="a TOML recipe in UTF-8", got=str(error), where=str(path), next="save the file as UTF-8"
+        ) from error
 
 
 def recipe_reference(recipe: Recipe) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ each data file, facts the stage wants remembered (target identity, template hash
 A later stage compares before it reads: a stale or foreign input stops it with the field's name.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -86,11 +87,14 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 def disk_error(path: Path, error: OSError) -> InputError:
     """An OSError while writing `path`, as an error with its next step."""
+    misplaced = isinstance(error, (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError))
     return InputError(
         wanted=f"to write {path}",
         got=error.strerror or str(error),
         where=str(path),
-        next="free some space or give --out on another disk, then run the same command again: it resumes",
+        next="give an --out that is a folder, or none yet, where you may write"
+        if misplaced or error.errno == errno.EROFS
+        else "free some space or give --out on another disk, then run the same command again: it resumes",
     )
 
 
@@ -113,7 +117,8 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
         )
     try:
         raw = json.loads(path.read_text())
-        newer = isinstance(raw, dict) and raw.get("format", 0) > FORMAT
+        written = raw.get("format") if isinstance(raw, dict) else None
+        newer = isinstance(written, int) and written > FORMAT
         manifest = None if newer else Manifest.model_validate(raw)
     except ValueError as error:
         raise InputError(
@@ -125,7 +130,7 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
     if manifest is None:
         raise InputError(
             wanted=f"a manifest of format {FORMAT} or older",
-            got=f"format {raw['format']}",
+            got=f"format {written}",
             where=str(path),
             next="pip install --upgrade eyas",
         )

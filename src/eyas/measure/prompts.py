@@ -52,6 +52,13 @@ def conversations(source: str) -> list[tuple[str, list[Message]]]:
     if source == "test":
         return [(row["id"], row["messages"]) for row in load_test_set()]
     path = Path(source)
+    if source == "heldout" and not path.exists():
+        raise InputError(
+            wanted="a prompts folder: `heldout` means the held-out part of a run, inside `eyas run`",
+            got="'heldout', and there is no such file",
+            where="bench.prompts",
+            next="--prompts RUN/prompts",
+        )
     folder = path if path.is_dir() else path.parent
     if (path.is_dir() or path.name == "prompts.jsonl") and is_complete(folder):
         rows = read_prompts(folder)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
+from eyas.errors import InputError
+
 RESAMPLES = 2000
 
 
@@ -33,10 +35,16 @@ def speedup(pairs: Sequence[tuple[Timing, Timing]], seed: int = 0, resamples: in
     """(plain, speculative) of each prompt to the ratio of decode seconds per output token, prompts resampled.
 
     Both timings of a prompt are drawn together, so what makes a prompt slow both ways cancels. Above 1 speculation
-    is faster. Needs at least one pair with tokens on both sides.
+    is faster. Raises InputError where no pair has tokens on both sides.
     """
     usable = [(plain, fast) for plain, fast in pairs if plain.tokens and fast.tokens]
-    assert usable, "no prompt had a token to decode after the prefill's own"
+    if not usable:
+        raise InputError(
+            wanted="a prompt whose answer has a token after its first, which the prefill gives",
+            got=f"none among {len(pairs)}",
+            where="bench",
+            next="a larger --max-new-tokens, or prompts with longer answers",
+        )
     rng = random.Random(seed)
     ratios = [_ratio(rng.choices(usable, k=len(usable))) for _ in range(resamples)]
     cuts = quantiles(ratios, n=40, method="inclusive")
