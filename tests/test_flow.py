@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eyas.cli import main
+from tiny import save_tiny_target
 
 RECIPE = """
 name = "tiny"
@@ -94,6 +95,28 @@ def test_what_the_export_would_refuse_is_said_before_the_first_stage(
         main(["run", str(recipe), "--out", str(out), "--set", "draft.norm_before_residual=true", "--json"])
     assert caught.value.code == 2
     assert "sglang" in json.loads(capsys.readouterr().out)["error"]["got"]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("prompts.heldout=0", "prompts.heldout"),
+        ("bench.prompts=absent.jsonl", "no such file"),
+        ("target.name={four}", "capture.boundaries=[1, 2, 3]"),
+    ],
+)
+def test_what_a_late_stage_would_refuse_is_said_before_the_first(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, part: str
+) -> None:
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(target=tiny_target))
+    if "four" in setting:
+        setting = setting.format(four=save_tiny_target(tmp_path / "four", layers=4))
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(recipe), "--out", str(out), "--set", setting, "--json"])
+    assert caught.value.code == 2
+    assert part in " ".join(json.loads(capsys.readouterr().out)["error"].values())
     assert not out.exists()
 
 

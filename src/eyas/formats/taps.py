@@ -27,7 +27,7 @@ from eyas.formats.targets import (
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def default_boundaries(num_hidden_layers: int, where: str = "recipe: draft.boundaries") -> tuple[int, int, int]:
+def default_boundaries(num_hidden_layers: int, where: str = "recipe: capture.boundaries") -> tuple[int, int, int]:
     """`[2, n//2, n-3]`, the default of EAGLE, SGLang and vLLM. Needs n >= 7."""
     n = num_hidden_layers
     if n < 7:
@@ -35,7 +35,7 @@ def default_boundaries(num_hidden_layers: int, where: str = "recipe: draft.bound
             wanted="explicit taps: the default [2, n//2, n-3] needs a target of at least 7 layers",
             got=f"a target of {n} layers and no taps",
             where=where,
-            next=f"--set draft.boundaries=[{', '.join(map(str, sorted({min(1, n), n // 2, max(n - 1, 0)})))}]",
+            next=f"--set capture.boundaries=[{', '.join(map(str, sorted({min(1, n), n // 2, max(n - 1, 0)})))}]",
         )
     return (2, n // 2, n - 3)
 

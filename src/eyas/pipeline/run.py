@@ -7,9 +7,11 @@ from pathlib import Path
 from eyas.data.captures import capture
 from eyas.data.prompts import make_prompts
 from eyas.data.responses import respond
+from eyas.errors import InputError
 from eyas.export.folder import check_exportable, export_draft
 from eyas.formats.taps import default_boundaries
 from eyas.measure.bench import bench
+from eyas.measure.prompts import conversations
 from eyas.models.target import load_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
@@ -101,7 +103,16 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
 
 
 def refuse_early(recipe: Recipe) -> None:
-    """What the export would refuse after an hour of work, said before the first stage."""
+    """What a late stage would refuse after an hour of work, said before the first."""
+    if recipe.prompts.heldout == 0:
+        raise InputError(
+            wanted="at least one held-out prompt: the draft is evaluated on its answer",
+            got="prompts.heldout = 0",
+            where="recipe: prompts.heldout",
+            next="--set prompts.heldout=8, or the stages one by one (eyas prompts, respond, capture, train)",
+        )
+    if recipe.bench.prompts != "heldout":
+        conversations(recipe.bench.prompts)
     target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
     boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
     check_exportable(draft_config(target, boundaries, recipe.draft), recipe.export)
