@@ -170,6 +170,8 @@ def test_real_tensor_lists_get_a_verdict_from_every_release(engine):
         ([0, 5, 9, 17], [0, 5, 9, 17], "d2t_absolute"),
         ([0, 1, 2, 3], [0, 5, 9, 17], "d2t_absolute"),
         ([0, 0, 0, 0], [0, 5, 9, 17], "d2t_missing"),
+        ([0, 0, 0, 0], None, "d2t_missing"),
+        ([0, 0, 0, 0], [0, 1, 2, 3], None),  # a vocabulary of the target's first ids
         ([0, 4, 7, 40], [0, 5, 9, 17], "d2t_out_of_range"),
         ([0, 4, 7, 13], [0, 5, 9, 17], "d2t_out_of_range"),
         ([0, 4, 7, 14], None, None),

@@ -350,11 +350,19 @@ def test_a_wrong_prompt_line_is_named(tmp_path: Path, where: TargetSettings, lin
     assert caught.value.where == f"{prompts / 'prompts.jsonl'}:2"
 
 
-def test_a_prompt_longer_than_the_context_is_skipped_and_counted(tmp_path: Path, where: TargetSettings) -> None:
+def test_a_prompt_longer_than_the_context_is_skipped_and_counted(
+    tmp_path: Path, where: TargetSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = write_prompts(tmp_path / "p", [["rain"], ["x" * 1100, "more?"]])
     manifest = respond(prompts, tmp_path / "r", quick(), where)
     assert manifest.facts["skipped"] == {"prompt longer than the target's context": 2}
     assert manifest.facts["counts"]["samples"] == 1
+    assert "2 skipped: prompt longer than the target's context" in capsys.readouterr().err
+
+
+def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path, where: TargetSettings) -> None:
+    with pytest.raises(InputError, match="context of 1024 tokens"):
+        respond(write_prompts(tmp_path / "p", [["x" * 1100]]), tmp_path / "r", quick(), where)
 
 
 def test_a_target_without_a_template_is_a_clear_error(tmp_path: Path) -> None:

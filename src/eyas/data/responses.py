@@ -62,7 +62,16 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
     facts = template_facts(loaded.tokenizer)
     skipped = _answer_all(stage, conversations, loaded, settings)
-    say(f"responses: {sum(len(c.turns) for c in conversations) - skipped.total()} answers in {out}")
+    answered = sum(len(c.turns) for c in conversations) - skipped.total()
+    left_out = "".join(f"; {count} skipped: {reason}" for reason, count in sorted(skipped.items()))
+    if conversations and not answered:
+        raise InputError(
+            wanted=f"at least one prompt within the target's context of {loaded.context_length} tokens",
+            got=f"no answer{left_out}",
+            where=str(lines),
+            next="make prompts from shorter records",
+        )
+    say(f"responses: {answered} answers in {out}{left_out}")
     return stage.finish(
         files={RESPONSES: hash_file(out / RESPONSES)},
         facts={

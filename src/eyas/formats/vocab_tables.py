@@ -33,7 +33,8 @@ def judge_tables(d2t: Sequence[int], t2d: bytes | None, vocab_size: int | None) 
     size = len(d2t)
     total = vocab_size if vocab_size is not None else len(t2d) if t2d is not None else None
     ids = [index + offset for index, offset in enumerate(d2t)]
-    if total is not None and size < total and not any(d2t):
+    first_ids = t2d is not None and all(t2d[:size]) and not any(t2d[size:])
+    if total is not None and size < total and not any(d2t) and not first_ids:
         found = "all zero: draft ids pass for target ids, acceptance near zero"
         return [_problem("d2t_missing", "offsets of the tokens the head was trained for", found)]
     increasing = all(a < b for a, b in pairwise(ids))
