@@ -65,6 +65,7 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,4"), "--boundaries 2,4: Input"),
         (("inspekt", "x"), "`eyas --help`"),
         (("bench", "--draft", "d", "--max-new-tokens", "1"), "--max-new-tokens 1: Input"),
+        (("bench", "--draft", "d", "--num-steps", "500"), "--num-steps 500: Input"),
         (("check", "--draft", "nowhere"), "no such folder"),
         (("check", "--export", "nowhere"), "no such folder"),
     ],

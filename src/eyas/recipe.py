@@ -172,7 +172,7 @@ class BenchSettings(Section):
     """Prompts used; none means all."""
     max_new_tokens: int = Field(default=96, ge=2)
     """Tokens generated a prompt; the first comes from the prefill and is not timed."""
-    num_steps: int | None = Field(default=None, ge=1)
+    num_steps: int | None = Field(default=None, ge=1, le=64)
     """Chain depth; none picks it from measured survival and step costs."""
     precision: Precision = "auto"
     """`auto` measures which is faster; equality of outputs is measured in float32 whatever this says."""
@@ -193,7 +193,7 @@ class TraceSettings(Section):
     """Prompts traced, spread evenly over the file."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Answer length limit in tokens."""
-    num_steps: int = Field(default=3, ge=1)
+    num_steps: int = Field(default=3, ge=1, le=64)
     """Drafted tokens a round."""
     tensors: bool = False
     """Keep the tensors too, not only their statistics: what `eyas check --trace` compares."""
