@@ -95,7 +95,7 @@ def test_what_loss_cannot_tell_is_listed(plant: Plant) -> None:
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "default_taps_lost": ("tap_offset", {"declared": {"boundaries": (4, 6, 7)}, "boundaries": (4, 6, 7)}),
+    "default_taps_lost": ("tap_offset", {"declared": {"boundaries": (6, 7, 8)}, "boundaries": (6, 7, 8)}),
     "embedding_slipped_in": ("tap_embedding", {"declared": {"boundaries": (0, 2, 4)}, "boundaries": (0, 2, 4)}),
     "blocks_reversed": ("tap_order", {"boundaries": (5, 4, 2)}),
     "blocks_rotated": ("tap_order", {"boundaries": (4, 5, 2)}),
@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens_late": ("token_shift", {"token": -1}),
     "residual": ("residual_norm", {"declared": {"norm_before_residual": True}}),
     "feedback": ("feedback_norm", {"declared": {"norm_output": True}}),
-    "rope": ("rope_theta", {"declared": {"rope_theta": 1_000_000.0}}),
+    "rope": ("rope_theta", {"declared": {"rope_theta": 100.0}}),
 }
 
 

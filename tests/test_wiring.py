@@ -11,7 +11,7 @@ from eyas.wiring.heatmap import colour, heatmap
 from eyas.wiring.identify import NORMED, from_fp8, identify, identify_taps, usable_rows
 from eyas.wiring.reference import final_normed, reference_boundaries
 from eyas.wiring.tap_findings import tap_findings
-from eyas.wiring.teacher import norm_state, teacher_agreement
+from eyas.wiring.teacher import norm_state, teacher_divergence
 from tiny import LAYERS
 
 PROBE = [1, *range(40, 120, 2), *range(119, 60, -3)]
@@ -168,13 +168,13 @@ def test_the_teacher_is_right_under_exactly_the_norm_state_it_was_stored_in(
     last = reference[-1]
     normed = final_normed(target, last)
     for stored, state in ((last, "before"), (normed, "after")):
-        agreement = teacher_agreement(target, stored, last)
-        assert agreement[state] == 1.0
-        assert norm_state(agreement, "before") == state
-        assert norm_state(agreement, "after") == state
+        divergence = teacher_divergence(target, stored, last)
+        assert divergence[state] == pytest.approx(0.0, abs=1e-5)
+        assert norm_state(divergence, "before") == state
+        assert norm_state(divergence, "after") == state
 
 
 def test_a_teacher_of_another_model_is_no_norm_state(target: Target, reference: list[torch.Tensor]) -> None:
     torch.manual_seed(3)
-    agreement = teacher_agreement(target, torch.randn_like(reference[-1]), reference[-1])
-    assert norm_state(agreement, "before") is None
+    divergence = teacher_divergence(target, torch.randn_like(reference[-1]), reference[-1])
+    assert norm_state(divergence, "before") is None

@@ -56,11 +56,18 @@ def texts(count: int, seed: int, length: int = LENGTH) -> Tensor:
     return ids[: rows * length].view(rows, length)
 
 
-def save_taught_target(folder: Path, config: PreTrainedConfig, steps: int = 250, seed: int = 0) -> Path:
-    """A target of `config` that has read `steps` batches of the bank, as a Hugging Face folder."""
+def save_taught_target(
+    folder: Path, config: PreTrainedConfig, steps: int = 250, seed: int = 0, uneven: bool = False
+) -> Path:
+    """A target of `config` that has read `steps` batches of the bank, as a Hugging Face folder.
+
+    `uneven`: its final norm weighs channels differently from the start, so that one norm more is seen.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32).train()
     roughen(model)
+    if uneven:
+        unevened(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=1e-4)
     ids_BT = texts(steps * BATCH, seed)
@@ -84,6 +91,13 @@ def roughen(model: torch.nn.Module) -> None:
         if parameter.dim() == 2:
             scale = 1.0 if "embed_tokens" in name else 0.8 / parameter.shape[1] ** 0.5
             parameter.normal_(0.0, scale)
+
+
+@torch.no_grad()
+def unevened(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("model.norm.weight"):
+            parameter.add_(torch.randn_like(parameter) * 0.4)
 
 
 @torch.no_grad()
@@ -249,6 +263,8 @@ def mislabel(folder: Path, **options: Any) -> None:
     path.write_text(json.dumps(raw))
 
 
-def write_lab_captures(folder: Path, target: Target, samples: list[Sample], boundaries: Sequence[int]) -> Path:
+def write_lab_captures(
+    folder: Path, target: Target, samples: list[Sample], boundaries: Sequence[int], **facts: Any
+) -> Path:
     dtype = str(samples[0].taps_TA.dtype).removeprefix("torch.")
-    return write_captures(folder, target, samples, boundaries=list(boundaries), dtype=dtype, greedy=False)
+    return write_captures(folder, target, samples, boundaries=list(boundaries), dtype=dtype, greedy=False, **facts)

@@ -20,6 +20,10 @@ SAME = 1e-3
 """Nats below which two wirings are one, save for rounding."""
 
 
+LEARNED = 0.1
+"""A draft that is right in fewer rows than this under every wiring has not learned any: no finding rests on it."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One wiring that was tried."""
@@ -93,8 +97,8 @@ def weigh(
     steps = range(len(document))
     leveled = [level({name: outcome.loss[step] for name, outcome in outcomes.items()}, guess) for step in steps]
 
-    def effect(over: str, wiring: Wiring) -> Effect:
-        steps = slice(wiring.from_step, None if wiring.from_step else 1)
+    def effect(over: str, wiring: Wiring, every_step: bool = False) -> Effect:
+        steps = slice(wiring.from_step, None if wiring.from_step else 1) if not every_step else slice(None)
         loss = [torch.cat([step[name] for step in leveled[steps]]) for name in (over, wiring.name)]
         return paired(loss[0], loss[1], torch.cat(document[steps]))
 
@@ -109,11 +113,10 @@ def weigh(
     rows, documents = len(document[0]), len(document[0].unique())
     if not better:
         return Verdict(declared, others, documents, rows)
-    first = max(better, key=lambda trial: trial.effect.nats)
+    first = max(better, key=lambda trial: effect(DECLARED, trial.wiring, every_step=True).nats)
 
     def as_good(trial: Trial) -> bool:
-        same_steps = trial.wiring.from_step == first.wiring.from_step
-        return same_steps and not effect(trial.wiring.name, first.wiring).better
+        return not effect(trial.wiring.name, first.wiring, every_step=True).better
 
     equals = sorted((trial for trial in better if trial is first or as_good(trial)), key=plainest)
     return Verdict(declared, others, documents, rows, equals[0], equals[1:])
@@ -128,7 +131,8 @@ def plainest(trial: Trial) -> tuple[int, float]:
 def more_hits(trial: Trial, declared: Trial) -> bool:
     """A wiring the draft was made for drafts better too. A weak draft's loss may fall where its drafts get worse."""
     step = trial.wiring.from_step
-    return trial.outcome.accuracy[step] > declared.outcome.accuracy[step]
+    accuracy = trial.outcome.accuracy[step]
+    return accuracy >= LEARNED and accuracy > declared.outcome.accuracy[step]
 
 
 def describe(trial: Trial) -> str:

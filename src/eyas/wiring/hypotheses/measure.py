@@ -27,7 +27,7 @@ from eyas.wiring.identify import NORMED
 
 CHUNK = 256
 STEPS = 3
-MOST_TOKENS, MOST_ROWS, MOST_LENGTH = 3000, 1400, 1024
+MOST_TOKENS, MOST_ROWS, MOST_LENGTH = 3000, 1000, 1024
 """Tokens and supervised rows looked at: half a minute for thirty wirings on two cores with the default target."""
 DOCUMENTS = 20
 """As many, where there are: the interval comes from them."""
