@@ -2,6 +2,7 @@
 `inspect`, `doctor` and `recipe` start in a fraction of a second and work in the torch-free core install."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -394,6 +395,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(report(usage_error(error, tokens), tokens))
     except ModuleNotFoundError as error:
         sys.exit(report(missing(error), tokens))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has gone
+        sys.exit(0)
     except OSError as error:
         sys.exit(report(disk_error(Path(error.filename or "."), error), tokens))
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """`report.md`: the run in one page, a pure function of its results."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,6 @@ def conditions(recipe: Recipe, result: JSON) -> str:
         + ".",
         f"Prompts: {bench['prompts']}; {bench['speculative']['n']} of them, up to {recipe.bench.max_new_tokens} tokens "
         f"each, greedy, chain of {bench['num_steps']}, {bench['precision']}.",
-        f"Command: `eyas run {recipe.name}`.",
+        f"Command: `{shlex.join(result['command'])}`.",
     ]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """`eyas run`: every stage of a recipe in order, each skipped when its folder is complete under the same values."""
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
     )
     result = {
         "run": str(folder.absolute()),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "stages": stages.done,
         "draft": str(export.absolute()),
         "evaluate": evaluated,
