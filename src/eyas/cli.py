@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
-from pydantic import ValidationError
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 
 from eyas import __version__
 from eyas.data.prompts import make_prompts
-from eyas.errors import EyasError, InputError, MissingDependency
+from eyas.errors import EyasError, InputError
+from eyas.failures import interrupted, missing, report, usage_error
 from eyas.formats.trace import engine_environment
-from eyas.pipeline.doctor import INSTALL_STACK, TORCH_STACK, cache_clear, cache_list, doctor
+from eyas.pipeline.doctor import cache_clear, cache_list, doctor
 from eyas.pipeline.inspect import inspect_path
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.show import show
@@ -406,54 +406,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         say("interrupted; the same command resumes")
         sys.exit(INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
-    command = next((token for token in tokens if not token.startswith("-")), "")
-    if isinstance(error, UnknownCommandError):
-        command = ""
-    got = next((told for cause in (error.__cause__, error.__context__) if (told := setting_error(cause))), str(error))
-    return InputError(
-        wanted=f"a command line that `eyas {command} --help` shows".replace("  ", " "),
-        got=" ".join(got.split()),
-        where="the command line",
-        next=f"eyas {command} --help".replace("  ", " "),
-    )
-
-
-def interrupted() -> EyasError:
-    return EyasError(
-        wanted="the command to finish", got="an interrupt", where="the keyboard", next="the same command resumes"
-    )
-
-
-def setting_error(cause: BaseException | None) -> str:
-    """A flag whose value a setting refused: the flag, why, and the value. Empty for any other cause."""
-    if not isinstance(cause, ValidationError):
-        return ""
-    first = cause.errors(include_url=False)[0]
-    flag = ".".join(str(part) for part in first["loc"] if isinstance(part, str)).replace("_", "-")
-    return f"--{flag} {first['input']}: {first['msg']}"
-
-
-def missing(error: ModuleNotFoundError) -> MissingDependency:
-    """A package that is not installed, as the line to type; a fault of our own stays a traceback."""
-    package = (error.name or "").split(".")[0]
-    if package not in TORCH_STACK:
-        raise error
-    return MissingDependency(
-        wanted=f"the package {package}", got="it is not installed", where="this Python", next=INSTALL_STACK
-    )
-
-
-def report(error: EyasError, tokens: list[str]) -> int:
-    """Print an error in its four parts, as JSON under --json; returns the exit status."""
-    if "--json" in tokens:
-        print(json.dumps({"error": error.as_dict()}))
-    else:
-        for part, text in error.as_dict().items():
-            print(f"{part + ':':8}{text}", file=sys.stderr)
-    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""What went wrong, as the person typing sees it: an exception as four parts, on stderr or as one JSON object."""
+
+import json
+import sys
+
+from cyclopts import CycloptsError, UnknownCommandError
+from pydantic import ValidationError
+
+from eyas.errors import EyasError, InputError, MissingDependency
+from eyas.pipeline.doctor import INSTALL_STACK, TORCH_STACK
+
+
+def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
+    command = next((token for token in tokens if not token.startswith("-")), "")
+    if isinstance(error, UnknownCommandError):
+        command = ""
+    got = next((told for cause in (error.__cause__, error.__context__) if (told := setting_error(cause))), str(error))
+    return InputError(
+        wanted=f"a command line that `eyas {command} --help` shows".replace("  ", " "),
+        got=" ".join(got.split()),
+        where="the command line",
+        next=f"eyas {command} --help".replace("  ", " "),
+    )
+
+
+def interrupted() -> EyasError:
+    return EyasError(
+        wanted="the command to finish", got="an interrupt", where="the keyboard", next="the same command resumes"
+    )
+
+
+def setting_error(cause: BaseException | None) -> str:
+    """A flag whose value a setting refused: the flag, why, and the value. Empty for any other cause."""
+    if not isinstance(cause, ValidationError):
+        return ""
+    first = cause.errors(include_url=False)[0]
+    flag = ".".join(str(part) for part in first["loc"] if isinstance(part, str)).replace("_", "-")
+    return f"--{flag} {first['input']}: {first['msg']}"
+
+
+def missing(error: ModuleNotFoundError) -> MissingDependency:
+    """A package that is not installed, as the line to type; a fault of our own stays a traceback."""
+    package = (error.name or "").split(".")[0]
+    if package not in TORCH_STACK:
+        raise error
+    return MissingDependency(
+        wanted=f"the package {package}", got="it is not installed", where="this Python", next=INSTALL_STACK
+    )
+
+
+def report(error: EyasError, tokens: list[str]) -> int:
+    """Print an error in its four parts, as JSON under --json; returns the exit status."""
+    if "--json" in tokens:
+        print(json.dumps({"error": error.as_dict()}))
+    else:
+        for part, text in error.as_dict().items():
+            print(f"{part + ':':8}{text}", file=sys.stderr)
+    return error.exit_code
