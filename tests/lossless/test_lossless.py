@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.lossless, pytest.mark.timeout(45 * 60)]
 
 TARGET = os.environ.get("EYAS_LOSSLESS_TARGET", "smollm2-135m-instruct-q4")
 PROMPTS = int(os.environ.get("EYAS_LOSSLESS_PROMPTS", "200"))
-TOKENS = int(os.environ.get("EYAS_LOSSLESS_TOKENS", "64"))
+TOKENS = int(os.environ.get("EYAS_LOSSLESS_TOKENS", "32"))
 PLAIN = max(1, PROMPTS // 5)
 NUM_STEPS = 3
 TIE = 1e-3
