@@ -86,7 +86,7 @@ def test_an_interrupt_under_json_is_one_object_and_130(
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eyas.cli.packaged_recipes", stop)
+    monkeypatch.setattr("eyas.cli.keep.packaged_recipes", stop)
     status, out, err = run(capsys, "recipe", "list", "--json")
     assert status == 130
     assert json.loads(out)["error"]["next"] == "the same command resumes"

@@ -1,0 +1,5 @@
+"""`python -m eyas.cli` is `eyas`."""
+
+from eyas.cli.program import main
+
+main()

@@ -1,0 +1,84 @@
+"""What every command shares: the app, the flags, how a plan or a result is printed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, Group, Parameter
+from rich.console import Console
+
+from eyas import __version__
+from eyas.errors import InputError
+from eyas.pipeline.plan import Plan
+from eyas.pipeline.show import show
+from eyas.recipe import TargetSettings
+from eyas.run import Manifest
+
+app = App(
+    name="eyas",
+    version=__version__,
+    help="Raise EAGLE-3 drafts: data, training, wiring checks, export, measurement.",
+    help_format="plaintext",
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+
+Flat = Parameter(name="*")
+"""A section's fields are the command's flags."""
+
+
+@Parameter(name="*", group=Group("Every command", sort_key=100))
+@dataclass(frozen=True)
+class Common:
+    """Flags of every command."""
+
+    json: bool = False
+    """Print exactly one JSON object on stdout; progress stays on stderr."""
+    plan: bool = False
+    """Print what would be read, written and run, and do nothing."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TargetFlags:
+    """Which target."""
+
+    target: str = TargetSettings().name
+    """The default target's name, a Hugging Face folder, or a hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    @property
+    def settings(self) -> TargetSettings:
+        return TargetSettings(name=self.target, trust_remote_code=self.trust_remote_code)
+
+
+FLAGS, TARGET = Common(), TargetFlags()
+
+
+def finish(common: Common, plan: Plan, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Print the plan, or do the work and print its result."""
+    result = plan.as_dict if common.plan else work()
+    if common.json:
+        print(json.dumps(result))
+    else:
+        show(Console(highlight=False), result)
+    return result
+
+
+def staged(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    return {"folder": str(folder.absolute()), **manifest.model_dump(mode="json")}
+
+
+def integers(text: str | None) -> tuple[int, ...] | None:
+    """`2,15,27` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.strip("[]").split(","))
+    except ValueError as error:
+        raise InputError(
+            wanted="boundaries as numbers with commas", got=text, where="--boundaries", next="--boundaries 2,15,27"
+        ) from error

@@ -1,0 +1,98 @@
+"""Looking at what is there: checks, traces, inspection, the machine."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish, staged
+from eyas.formats.trace import engine_environment
+from eyas.pipeline.doctor import doctor
+from eyas.pipeline.inspect import inspect_path
+from eyas.pipeline.plan import Plan
+from eyas.recipe import TraceSettings
+from eyas.wiring.static_checks import check_launch, check_static
+
+
+@app.command
+def check(
+    *,
+    captures: Path | None = None,
+    draft: Path | None = None,
+    export: Path | None = None,
+    target: str | None = None,
+    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
+    trace: Annotated[list[Path] | None, Parameter(negative="")] = None,
+    engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    gpu_gb: float | None = None,
+    trust_remote_code: bool = False,
+    common: Common = FLAGS,
+) -> int:
+    """Is training wired as serving will be? Runs every check that what was given allows.
+
+    With --engine (sglang@0.5.23, vllm@0.33.0, vllm@0.33.0/v1, ...; may be repeated) and only a draft or its
+    config.json: what that engine would do with it, without starting it. With --engine-args "..." too: whether that
+    launch would fit and hold together, on GPUs of --gpu-gb GiB, or on this machine's. With --trace (a trace, or states
+    that another program dumped; may be repeated): what a running engine captured and fed its draft.
+    """
+
+    def work() -> dict[str, Any]:
+        served = draft or export
+        if engine and engine_args is not None:
+            return check_launch(engine, engine_args, served, target, gpu_gb)
+        if engine and served is not None and not (captures or trace) and (draft is None or export is None):
+            return check_static(served, engine, target)
+        from eyas.wiring.check import check
+
+        return check(target, captures, draft, export, trust_remote_code, engine or (), trace or ())
+
+    result = finish(common, Plan("check", [captures, draft, export, target, *(trace or [])], []), work)
+    return 1 if result.get("verdict") == "fail" else 0
+
+
+@app.command
+def trace(
+    *,
+    out: Path,
+    draft: Path | None = None,
+    engine: str | None = None,
+    target: TargetFlags = TARGET,
+    settings: Annotated[TraceSettings, Flat] = TraceSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """What the embedded engine computes at each stage of each round; `eyas check --trace` holds it to account.
+
+    With --engine sglang or vllm instead of a draft: the environment in which that engine writes the same trace.
+    """
+
+    def work() -> dict[str, Any]:
+        if engine is not None:
+            return engine_environment(engine, out)
+        from eyas.pipeline.trace import trace
+
+        return staged(out, trace(draft, out, settings, target.settings))
+
+    finish(common, Plan("trace", [draft, settings.prompts, target.target], [out], settings), work)
+
+
+@app.command
+def inspect(
+    path: Path,
+    *,
+    verify: bool = False,
+    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
+    target: str | None = None,
+    common: Common = FLAGS,
+) -> None:
+    """What a folder or file is, its taps in every dialect, its problems; with --engine, what that engine would do."""
+
+    def work() -> dict[str, Any]:
+        return inspect_path(path, verify=verify, engines=engine or (), target=target)
+
+    finish(common, Plan("inspect", [path], []), work)
+
+
+@app.command(name="doctor")
+def doctor_command(*, common: Common = FLAGS) -> None:
+    """Versions, devices, engines found, what is missing and the line to type."""
+    finish(common, Plan("doctor", [], []), doctor)

@@ -1,0 +1,43 @@
+"""The `eyas` program: runs a command, reports what went wrong, exits with its status."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cyclopts import CycloptsError
+
+from eyas.cli import checks, keep, stages
+from eyas.cli.app import app
+from eyas.errors import EyasError
+from eyas.failures import interrupted, missing, report, usage_error
+from eyas.progress import say
+from eyas.run import disk_error
+
+INTERRUPTED = 130
+COMMANDS = (stages, checks, keep)
+"""Importing them registers their commands."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The `eyas` program: runs a command and exits with its status (docs/commands.md)."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False)
+    except EyasError as error:
+        sys.exit(report(error, tokens))
+    except CycloptsError as error:
+        sys.exit(report(usage_error(error, tokens), tokens))
+    except ModuleNotFoundError as error:
+        sys.exit(report(missing(error), tokens))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has gone
+        sys.exit(0)
+    except OSError as error:
+        sys.exit(report(disk_error(Path(error.filename or "."), error), tokens))
+    except KeyboardInterrupt:
+        if "--json" in tokens:
+            report(interrupted(), tokens)
+        say("interrupted; the same command resumes")
+        sys.exit(INTERRUPTED)
+    sys.exit(result if isinstance(result, int) else 0)

@@ -1,0 +1,178 @@
+"""The stages, from prompts to the measurement, and all of them in one. What needs torch is imported when its command
+runs, so that the program starts in a fraction of a second and works in the torch-free core install."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish, integers, staged
+from eyas.data.prompts import make_prompts
+from eyas.pipeline.plan import Plan
+from eyas.recipe import (
+    BenchSettings,
+    CaptureSettings,
+    DraftSettings,
+    EvaluateSettings,
+    ExportSettings,
+    PromptsSettings,
+    RespondSettings,
+    TargetSettings,
+    TrainSettings,
+    load_recipe,
+    validate,
+)
+
+
+@app.command
+def prompts(
+    *, out: Path, settings: Annotated[PromptsSettings, Flat] = PromptsSettings(), common: Common = FLAGS
+) -> None:
+    """Make prompts, from a JSONL file or the built-in bank."""
+    plan = Plan("prompts", [settings.source], [out], settings)
+    finish(common, plan, lambda: staged(out, make_prompts(out, settings)))
+
+
+@app.command
+def respond(
+    *,
+    prompts: Path,
+    out: Path,
+    target: TargetFlags = TARGET,
+    settings: Annotated[RespondSettings, Flat] = RespondSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """Let the target answer the prompts; answers are kept as token ids. Resumes."""
+
+    def work() -> dict[str, Any]:
+        from eyas.data.responses import respond
+
+        return staged(out, respond(prompts, out, settings, target.settings))
+
+    finish(common, Plan("respond", [prompts, target.target], [out], settings), work)
+
+
+@app.command
+def capture(
+    *,
+    responses: Path,
+    out: Path,
+    target: TargetFlags = TARGET,
+    settings: Annotated[CaptureSettings, Flat] = CaptureSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """Capture the target's hidden states over its answers. Resumes."""
+
+    def work() -> dict[str, Any]:
+        from eyas.data.captures import capture
+
+        return staged(out, capture(responses, out, settings, target.settings))
+
+    finish(common, Plan("capture", [responses, target.target], [out], settings), work)
+
+
+@app.command
+def train(
+    *,
+    captures: Path,
+    out: Path,
+    target: TargetFlags = TARGET,
+    draft: Annotated[DraftSettings, Parameter(name="draft")] = DraftSettings(),
+    settings: Annotated[TrainSettings, Flat] = TrainSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """Train a draft on captures. Resumes to the same weights."""
+
+    def work() -> dict[str, Any]:
+        from eyas.training.loop import train
+
+        return staged(out, train(captures, out, settings, draft, target.settings))
+
+    finish(common, Plan("train", [captures, target.target], [out], settings), work)
+
+
+@app.command
+def evaluate(
+    *,
+    draft: Path,
+    captures: Path,
+    target: TargetFlags = TARGET,
+    split: str = "heldout",
+    settings: Annotated[EvaluateSettings, Flat] = EvaluateSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """Accuracy and accept length over captures, without a server."""
+
+    def work() -> dict[str, Any]:
+        from eyas.training.evaluate import evaluate
+
+        return evaluate(draft, captures, settings, target.settings, split)
+
+    finish(common, Plan("evaluate", [draft, captures], [], settings), work)
+
+
+@app.command
+def export(
+    *,
+    draft: Path,
+    out: Path,
+    for_: Annotated[str, Parameter(name="--for")] = "sglang,vllm",
+    target: str | None = None,
+    boundaries: str | None = None,
+    trust_remote_code: bool = False,
+    common: Common = FLAGS,
+) -> None:
+    """Write one folder that the engines load right, or refuse and say why.
+
+    A draft made elsewhere (EAGLE, SpecForge, speculators, ModelOpt) needs --target, and --boundaries 2,15,27 where its
+    layer ids do not say theirs.
+    """
+    settings = validate(ExportSettings, {"engines": tuple(for_.split(","))}, "--for")
+
+    def work() -> dict[str, Any]:
+        from eyas.export.folder import export_draft
+
+        named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
+        return staged(out, export_draft(draft, out, settings, named, integers(boundaries)))
+
+    finish(common, Plan("export", [draft, target], [out], settings), work)
+
+
+@app.command
+def bench(
+    *,
+    draft: Path,
+    target: TargetFlags = TARGET,
+    settings: Annotated[BenchSettings, Flat] = BenchSettings(),
+    common: Common = FLAGS,
+) -> int:
+    """Plain against speculative decoding by the embedded engine, paired, with an interval."""
+
+    def work() -> dict[str, Any]:
+        from eyas.measure.bench import bench
+
+        return bench(target.settings, draft, settings)
+
+    result = finish(common, Plan("bench", [draft, settings.prompts, target.target], [], settings), work)
+    return 1 if result.get("identical_outputs") is False else 0
+
+
+@app.command
+def run(
+    recipe: str,
+    *,
+    out: Path | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    common: Common = FLAGS,
+) -> int:
+    """Every stage of a recipe in order, skipping what is done."""
+    loaded = load_recipe(recipe, tuple(set_ or ()))
+    folder = out or Path("runs") / loaded.name
+
+    def work() -> dict[str, Any]:
+        from eyas.pipeline.run import run_recipe
+
+        return run_recipe(loaded, folder)
+
+    result = finish(common, Plan("run", [recipe, loaded.target.name, loaded.prompts.source], [folder], loaded), work)
+    return 1 if result.get("check", {}).get("verdict") == "fail" else 0
