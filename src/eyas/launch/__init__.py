@@ -1,0 +1,1 @@
+"""Engines as processes: start, see, explain, stop. Torch-free."""
