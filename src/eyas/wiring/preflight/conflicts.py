@@ -11,8 +11,8 @@ from typing import Any
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.problem import Problem
 from eyas.formats.targets import MLA
+from eyas.launch.arguments import Launch
 from eyas.wiring.loaders import TargetFacts
-from eyas.wiring.preflight.launch import Launch
 
 CAP = 48
 """SGLang's max_running_requests under speculation, where none is given."""

@@ -12,8 +12,8 @@ from typing import Any
 from eyas.formats.headers import BITS, TensorHeader
 from eyas.formats.problem import Problem
 from eyas.formats.target_config import text_config
+from eyas.launch.arguments import Launch
 from eyas.wiring.loaders import TargetFacts
-from eyas.wiring.preflight.launch import Launch
 
 GIB = 2**30
 FRACTIONS = {"sglang": 0.88, "vllm": 0.92}

@@ -11,11 +11,12 @@ from eyas.formats.headers import INDEX, WEIGHTS, TensorHeader, read_headers
 from eyas.formats.problem import Problem
 from eyas.formats.target_config import read_json
 from eyas.formats.tensor_list import block_of
+from eyas.launch.arguments import Launch
+from eyas.launch.gpus import Gpu, gpus
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report
 from eyas.wiring.preflight.conflicts import Setting, conflicts
-from eyas.wiring.preflight.launch import Launch
-from eyas.wiring.preflight.machine import Gpu, gpu_problems, gpus, port_problem
+from eyas.wiring.preflight.machine import gpu_problems, port_problem
 from eyas.wiring.preflight.memory import MemoryPlan, memory_problems, plan_memory
 
 CONFIG = "config.json"

@@ -1,0 +1,1 @@
+"""Talking to servers: health, metrics, acceptance in one definition, the OpenAI protocol. Torch-free."""
