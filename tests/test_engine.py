@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyas.engine.cache import KVCache, attended_length
+from eyas.engine.cache import KVCache, attended_length, leaf_paths, path_to
 from eyas.engine.forward import TargetForward
 from eyas.engine.generate import Engine
 from eyas.engine.linear import KERNELS, available_kernels, fastest_kernels
@@ -97,6 +97,51 @@ def test_a_row_has_the_same_bits_in_forwards_of_1_to_8_rows_across_a_length_bord
         for start in range(first, 264, count):
             logits = forward.logits(forward.verify(ids[start : start + count], start))[:count]
             assert torch.equal(logits, torch.stack(rows[start - first : start - first + count])), (count, start)
+
+
+TREES = [
+    [-1, 0, 0],
+    [-1, 0, 0, 1, 1, 2],
+    [-1, 0, 0, 0, 1, 2, 4, 4],
+    [-1, 0, 1, 2, 3, 4, 5, 2],
+]
+
+
+@pytest.mark.parametrize("parents", TREES)
+def test_a_trees_rows_have_the_bits_of_their_paths_as_chains_across_a_length_border(
+    target: Target, parents: list[int]
+) -> None:
+    forward, vocab = engine_of(target, num_steps=7).forward, target.vocab_size
+    ids = (prompts(40)[-1] * 300)[:280]
+    forward.cache.reserve(320)
+    forward.prefill(ids[:248])
+    tree_ids = torch.randint(3, vocab, (len(parents),), generator=torch.Generator().manual_seed(3)).tolist()
+    for start in range(248, 258):
+        logits = forward.logits(forward.verify(tree_ids, start, parents))
+        taps = forward.taps()[0]
+        for path in leaf_paths(parents):
+            chain = [tree_ids[row] for row in path]
+            assert torch.equal(forward.logits(forward.verify(chain, start))[: len(path)], logits[path]), start
+            assert torch.equal(forward.taps()[0, : len(path)], taps[path]), start
+        forward.verify(ids[start : start + 1], start)
+
+
+def test_a_kept_path_leaves_the_cache_that_a_chain_leaves(target: Target) -> None:
+    forward, prompt = engine_of(target, num_steps=7).forward, prompts(40)[-1]
+    forward.cache.reserve(64)
+    forward.prefill(prompt)
+    parents, tree_ids, start = [-1, 0, 0, 1, 2, 2, 4], [9, 8, 7, 6, 5, 4, 3], len(prompt)
+    path = path_to(6, parents)
+    assert path == [0, 2, 4, 6]
+    end = start + len(path)
+    forward.verify([tree_ids[row] for row in path], start)
+    expected = {layer: keys[:, :, :end].clone() for layer, keys in forward.cache.keys.items()}
+    chain_taps = forward.taps()[:, :4]
+    forward.verify(tree_ids, start, parents)
+    assert torch.equal(forward.taps(path), chain_taps)
+    forward.keep(path)
+    for layer, keys in forward.cache.keys.items():
+        assert torch.equal(keys[:, :, :end], expected[layer])
 
 
 def test_rows_agree_with_transformers_own_forward(target32: Target) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyas.engine.cache import KVCache
+from eyas.engine.cache import KVCache, depths, leaf_paths, path_to
 
 HEADS, GROUPS, WIDTH = 4, 2, 4
 
@@ -50,6 +50,71 @@ def test_rows_split_and_rolled_back_in_any_way_attend_as_in_one_piece(
         rows.append(cache.attend(0, query[:, :, part], key[:, :, part], value[:, :, part], window=window))
         start += count
     torch.testing.assert_close(torch.cat(rows, dim=2), oracle(query, key, value, window), atol=1e-5, rtol=1e-5)
+
+
+trees = st.integers(1, 9).flatmap(
+    lambda count: st.tuples(*[st.integers(0, i - 1) for i in range(1, count)]).map(lambda rest: [-1, *rest])
+)
+
+
+def test_paths_and_depths_of_a_tree() -> None:
+    parents = [-1, 0, 0, 1, 1, 3]
+    assert depths(parents) == [0, 1, 1, 2, 2, 3]
+    assert path_to(5, parents) == [0, 1, 3, 5]
+    assert leaf_paths(parents) == [[0, 2], [0, 1, 4], [0, 1, 3, 5]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(parents=trees, prompt=st.integers(1, 20), window=st.one_of(st.none(), st.integers(1, 12)), data=st.data())
+def test_a_row_of_a_tree_attends_to_what_it_follows_and_nothing_beside(
+    parents: list[int], prompt: int, window: int | None, data: st.DataObject
+) -> None:
+    rows = len(parents)
+    generator = torch.Generator().manual_seed(prompt)
+    query = torch.randn(1, HEADS, prompt + rows, WIDTH, generator=generator)
+    key, value = (torch.randn(1, GROUPS, prompt + rows, WIDTH, generator=generator) for _ in range(2))
+    cache = KVCache(torch.float32, block=8)
+    cache.reserve(prompt + rows + 8)
+    cache.begin(0, prompt, by_position=False)
+    cache.attend(0, *(states[:, :, :prompt] for states in (query, key, value)), window=window)
+
+    cache.begin_paths(prompt, parents, rows)
+    context = cache.attend(0, *(states[:, :, prompt:] for states in (query, key, value)), window=window)
+    for path in leaf_paths(parents):
+        chain = [*range(prompt), *[prompt + row for row in path]]
+        expected = oracle(query[:, :, chain], key[:, :, chain], value[:, :, chain], window)[:, :, prompt:]
+        torch.testing.assert_close(context[:, :, path], expected, atol=1e-5, rtol=1e-5)
+
+    kept = path_to(data.draw(st.integers(0, rows - 1)), parents)
+    cache.keep(kept)
+    end = prompt + len(kept)
+    chain = [*range(prompt), *[prompt + row for row in kept]]
+    assert torch.equal(cache.keys[0][:, :, :end], key[:, :, chain])
+    assert torch.equal(cache.values[0][:, :, :end], value[:, :, chain])
+
+
+@settings(max_examples=40, deadline=None)
+@given(parents=trees, prompt=st.integers(1, 20), data=st.data())
+def test_a_tree_grown_piece_by_piece_attends_as_its_paths(parents: list[int], prompt: int, data: st.DataObject) -> None:
+    rows = len(parents)
+    query = torch.randn(1, HEADS, prompt + rows, WIDTH)
+    key, value = (torch.randn(1, GROUPS, prompt + rows, WIDTH) for _ in range(2))
+    cache = KVCache(torch.float32, block=8)
+    cache.reserve(prompt + rows)
+    cache.begin(0, prompt, by_position=False)
+    cache.attend(0, *(states[:, :, :prompt] for states in (query, key, value)))
+    parts, done = [], 0
+    while done < rows:
+        end = data.draw(st.integers(done + 1, rows))
+        cache.begin_tree(prompt, parents[:end], end - done)
+        part = slice(prompt + done, prompt + end)
+        parts.append(cache.attend(0, query[:, :, part], key[:, :, part], value[:, :, part]))
+        done = end
+    context = torch.cat(parts, dim=2)
+    for path in leaf_paths(parents):
+        chain = [*range(prompt), *[prompt + row for row in path]]
+        expected = oracle(query[:, :, chain], key[:, :, chain], value[:, :, chain], None)[:, :, prompt:]
+        torch.testing.assert_close(context[:, :, path], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_growing_room_starts_afresh_and_keeps_what_is_large_enough() -> None:

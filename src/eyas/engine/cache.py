@@ -4,11 +4,16 @@ A row at position p attends over a slice whose length depends on p alone (`atten
 not depend on which forward computes it: kernels sum slices of different lengths in different orders (docs/engine.md).
 What lies in the slice beyond p is masked: stale or zero, always finite.
 
+A tree of drafted rows is given by `parents`: parents[i] is the row that row i follows, -1 for the one that follows the
+cache. Its rows would lie in other slots than the same rows of a chain, and be summed in another order. Where bits
+matter (`begin_paths`) slot is therefore position for a tree too: each path from the root to a leaf is laid into the
+cache in turn and attended as the chain it is. Elsewhere (`begin_tree`, the draft's own rows) one masked call does.
+
 Shapes: B batch (1), N query heads, K key/value heads, G = N / K heads a group, R rows, S = G * R stacked query rows,
 L attended length, E head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +36,40 @@ def attended_length(position: int, block: int = LENGTH_BLOCK) -> int:
     return (position // block + 1) * block
 
 
+def path_to(row: int, parents: Sequence[int]) -> list[int]:
+    """The rows from the root to `row`, both included."""
+    path = [row]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
+    """Every path from the root to a row that none follows."""
+    followed = set(parents)
+    return [path_to(row, parents) for row in range(len(parents)) if row not in followed]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many rows each row follows."""
+    found: list[int] = []
+    for row, parent in enumerate(parents):
+        assert -1 <= parent < row, "a row follows an earlier one"
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
+
+
 @dataclass
 class Span:
-    """One attention call of a forward: all its rows over the first `length` cache rows."""
+    """One attention call of a forward: all its rows over the first `length` cache rows, `taken_R` of them its own.
+
+    `path_D`: the rows laid into the cache before it, None where they lie there.
+    """
 
     length: int
     visible_RL: Tensor
+    taken_R: Tensor | None = None
+    path_D: Tensor | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
@@ -54,8 +87,9 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
         self.start = self.rows = 0
         self.spans: list[Span] = []
-        self.late_R: Tensor | None = None
+        self._positions_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._columns = torch.arange(0, device=device)
+        self._tree: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` rows. Growing drops what the buffers held: call it before a sequence starts."""
@@ -71,13 +105,69 @@ class KVCache:
         take two calls. A prefill, which every way of decoding shares, does with one.
         """
         first, last = attended_length(start, self.block), attended_length(start + rows - 1, self.block)
-        assert last <= self.capacity, f"reserve() {start + rows} rows before a forward over them"
         assert not by_position or last - first <= self.block, "more rows than a length block"
-        self.start, self.rows = start, rows
-        positions_R1 = self._columns[start : start + rows, None]
+        self._start(start, rows, last)
+        self._positions_R1 = self._columns[start : start + rows, None]
         lengths = [first, last] if by_position and first != last else [last]
-        self.spans = [Span(length, self._columns[None, :length] <= positions_R1) for length in lengths]
-        self.late_R = positions_R1[:, 0] >= first if len(lengths) == 2 else None
+        self.spans = [Span(length, self._visible(length)) for length in lengths]
+        if len(lengths) == 2:
+            self.spans[1].taken_R = (self._positions_R1[:, 0] >= first).nonzero()[:, 0]
+
+    def begin_paths(self, start: int, parents: Sequence[int], rows: int) -> None:
+        """Plan a forward over a tree whose root is at position `start`, each row bit-equal to that of its path alone.
+
+        `rows` >= len(parents): what is beyond the tree is padding. The cache keeps no row of it until `keep`.
+        """
+        row_depths = depths(parents)
+        padded = torch.tensor(row_depths + [0] * (rows - len(parents)), device=self.device)
+        self._start(start, rows, attended_length(start + max(row_depths), self.block))
+        self._positions_R1 = start + padded[:, None]
+        self.spans, done = [], set[int]()
+        for path in leaf_paths(parents):
+            laid: Tensor | None = torch.tensor(path, device=self.device)
+            for length in dict.fromkeys(attended_length(start + row_depths[row], self.block) for row in path):
+                own = [
+                    r for r in path if r not in done and attended_length(start + row_depths[r], self.block) == length
+                ]
+                if own:
+                    taken = torch.tensor(own, device=self.device)
+                    self.spans.append(Span(length, self._visible(length), taken, laid))
+                    laid = None
+            done.update(path)
+
+    def begin_tree(self, start: int, parents: Sequence[int], rows: int) -> None:
+        """Plan a forward over the last `rows` rows of a growing tree.
+
+        Row i lies in slot start + i and sees the slots below `start`, the rows it follows and itself. Its position is
+        start + its depth, whatever its slot.
+        """
+        first = start + len(parents) - rows
+        length = attended_length(start + len(parents) - 1, self.block)
+        self._start(first, rows, length)
+        visible = (self._columns[None, :length] < start).repeat(rows, 1)
+        for index, row in enumerate(range(len(parents) - rows, len(parents))):
+            visible[index, [start + ancestor for ancestor in path_to(row, parents)]] = True
+        self._positions_R1 = start + torch.tensor(depths(parents)[-rows:], device=self.device)[:, None]
+        self.spans = [Span(length, visible)]
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Rows `path` of the latest forward stand, at start, start + 1, ... A chain's lie there already."""
+        laid = torch.tensor(list(path), device=self.device)
+        for layer, (key, value) in self._tree.items():
+            self._write(layer, key, value, laid)
+
+    def _start(self, start: int, rows: int, last: int) -> None:
+        assert last <= self.capacity, f"reserve() rows before a forward over {start + rows}"
+        self.start, self.rows, self._tree = start, rows, {}
+
+    def _visible(self, length: int) -> Tensor:
+        return self._columns[None, :length] <= self._positions_R1
+
+    def _write(self, layer: int, key_BKRE: Tensor, value_BKRE: Tensor, rows: Tensor | None = None) -> None:
+        keys, values = self._buffers(layer, key_BKRE, value_BKRE)
+        for buffer, states in ((keys, key_BKRE), (values, value_BKRE)):
+            chosen = states if rows is None else states[:, :, rows]
+            buffer[:, :, self.start : self.start + chosen.shape[2]] = chosen
 
     def attend(
         self,
@@ -90,25 +180,30 @@ class KVCache:
     ) -> Tensor:
         """Store this forward's keys and values of `layer`, attend; context [B, N, R, E]."""
         keys, values = self._buffers(layer, key_BKRE, value_BKRE)
-        end = self.start + self.rows
-        keys[:, :, self.start : end] = key_BKRE
-        values[:, :, self.start : end] = value_BKRE
+        if self.spans[0].path_D is None:
+            self._write(layer, key_BKRE, value_BKRE)
+        else:
+            self._tree[layer] = key_BKRE, value_BKRE
         heads, groups = query_BNRE.shape[1], key_BKRE.shape[1]
         # The query heads of a group become rows of one head: no copy of keys and values for grouped queries.
         query = query_BNRE.reshape(1, groups, -1, query_BNRE.shape[-1])
-        contexts = []
+        merged: Tensor | None = None
         for span in self.spans:
+            if span.path_D is not None:
+                self._write(layer, key_BKRE, value_BKRE, span.path_D)
             context = nn.functional.scaled_dot_product_attention(
                 query,
                 keys[:, :, : span.length],
                 values[:, :, : span.length],
                 attn_mask=self._mask(span, heads // groups, window),
                 scale=scale,
-            )
-            contexts.append(context.view(1, heads, self.rows, -1))
-        if self.late_R is None:
-            return contexts[0]
-        return torch.where(self.late_R[:, None], contexts[1], contexts[0])
+            ).view(1, heads, self.rows, -1)
+            if merged is None:
+                merged = context
+            else:
+                merged[:, :, span.taken_R] = context[:, :, span.taken_R]
+        assert merged is not None, "begin() plans at least one call"
+        return merged
 
     def _buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.keys:
@@ -123,8 +218,7 @@ class KVCache:
         if mask is None:
             visible = span.visible_RL
             if window is not None:
-                first_R1 = self._columns[self.start : self.start + self.rows, None] - window
-                visible = visible & (self._columns[None, : span.length] > first_R1)
+                visible = visible & (self._columns[None, : span.length] > self._positions_R1 - window)
             mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
             mask = mask.masked_fill_(~visible, float("-inf")).repeat(group, 1)
             span.masks[group, window] = mask

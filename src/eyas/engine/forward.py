@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.cache import ATTENTION, KVCache, register
+from eyas.engine.cache import ATTENTION, KVCache, depths, register
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries
 from eyas.models.target import Target
@@ -57,11 +57,25 @@ class TargetForward:
         self._check_layers()
         return last[:, -1:], torch.cat(taps, dim=1) if taps else None
 
-    def verify(self, ids: Sequence[int], start: int) -> Tensor:
-        """Final-normed states [1, rows or R, H] of `ids` at positions start...; rows beyond len(ids) are padding."""
-        if self.rows is not None and len(ids) < self.rows:
-            ids = [*ids, *[ids[-1]] * (self.rows - len(ids))]
-        return self._forward(ids, start, by_position=True)
+    def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor:
+        """Final-normed states [1, rows or R, H] of `ids`; rows beyond len(ids) are padding.
+
+        `parents` None: a chain at positions start, start + 1, ... Else a tree: parents[0] == -1 (the last verified
+        token), parents[i] < i; row i has position start + depth and sees the cache below `start`, the rows it follows
+        and itself. It has the bits of the same row of a chain, and stands in the cache only once `keep` has been told.
+        """
+        count = max(len(ids), self.rows or 0)
+        padded = [*ids, *[ids[-1]] * (count - len(ids))]
+        if parents is None or list(parents) == list(range(-1, len(ids) - 1)):
+            return self._forward(padded, start, by_position=True)
+        assert len(parents) == len(ids) and parents[0] == -1 and -1 not in parents[1:], "one root, a parent for each id"
+        self.cache.begin_paths(start, parents, count)
+        positions = [start + depth for depth in depths(parents)]
+        return self._run(padded, [*positions, *[start] * (count - len(ids))])
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Rows `path` of the latest verify, ascending from 0, stand: they become cache rows start, start + 1, ..."""
+        self.cache.keep(path)
 
     def logits(self, normed_BRH: Tensor) -> Tensor:
         """float32 logits [R, V]."""
@@ -71,16 +85,23 @@ class TargetForward:
         """One tapped boundary [1, R, H] of the latest forward."""
         return self._states[boundary]
 
-    def taps(self) -> Tensor:
-        """Concatenated taps [1, R, A] of the latest forward, ascending boundaries."""
-        return torch.cat([self._states[boundary] for boundary in self.boundaries], dim=-1)
+    def taps(self, path: Sequence[int] | None = None) -> Tensor:
+        """Concatenated taps [1, R, A] of the latest forward, ascending boundaries; [1, P, A] of its rows `path`."""
+        states = [self._states[boundary] for boundary in self.boundaries]
+        if path is not None:
+            rows = torch.tensor(list(path), device=self._no_mask.device)
+            states = [state[:, rows] for state in states]
+        return torch.cat(states, dim=-1)
 
     def _forward(self, ids: Sequence[int], start: int, *, by_position: bool) -> Tensor:
-        device = self._no_mask.device
         self.cache.begin(start, len(ids), by_position=by_position)
+        return self._run(ids, range(start, start + len(ids)))
+
+    def _run(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        device = self._no_mask.device
         output = self.target.backbone(
             input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=torch.arange(start, start + len(ids), device=device)[None],
+            position_ids=torch.tensor([list(positions)], device=device),
             attention_mask=self._no_mask,
             use_cache=False,
             eyas_cache=self.cache,

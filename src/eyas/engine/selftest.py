@@ -23,6 +23,8 @@ def rows_are_invariant(forward: TargetForward, count: int, start: int) -> bool:
     """
     ids = _ids(count, forward.target.vocab_size, seed=1)
     singles = [_rows(forward, ids[i : i + 1], start + i)[0] for i in range(count)]
+    if count > 2 and not _tree_is_invariant(forward, ids, start, singles):
+        return False
     groups = [(0, end) for end in range(2, count + 1)] + [(first, count) for first in range(1, count)]
     return all(
         torch.equal(row, singles[first + offset])
@@ -42,9 +44,22 @@ def check_rows(forward: TargetForward, count: int) -> bool:
     return all(rows_are_invariant(forward, count, start) for start in reversed(starts))
 
 
-def _rows(forward: TargetForward, ids: Sequence[int], start: int) -> list[Tensor]:
+def _tree_is_invariant(forward: TargetForward, ids: Sequence[int], start: int, singles: Sequence[Tensor]) -> bool:
+    """A tree of a wrong row and the chain of `ids` beside it: the chain's rows are those of single forwards.
+
+    The kept path leaves the cache as the singles left it, which the groupings tried next would show.
+    """
+    parents = [-1, 0, 0, *range(2, len(ids) - 1)]
+    wrong = (ids[1] + 1) % forward.target.vocab_size
+    path = [0, *range(2, len(ids))]
+    rows = _rows(forward, [ids[0], wrong, *ids[1:-1]], start, parents)
+    forward.keep(path)
+    return all(torch.equal(rows[row], singles[offset]) for offset, row in enumerate(path))
+
+
+def _rows(forward: TargetForward, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> list[Tensor]:
     """Logits and taps of each of `ids`, joined."""
-    logits = forward.logits(forward.verify(ids, start))
+    logits = forward.logits(forward.verify(ids, start, parents))
     parts = torch.cat([logits, forward.taps()[0].float()], dim=-1) if forward.boundaries else logits
     return list(parts[: len(ids)])
 
