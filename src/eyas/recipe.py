@@ -6,18 +6,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.engines import parse_engine
+from eyas.settings import Section
 
 Precision = Literal["auto", "float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """A frozen section whose unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class TargetSettings(Section):

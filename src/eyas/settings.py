@@ -1,0 +1,85 @@
+"""Settings that recipe and engine share: the base of every section, how tokens are drafted, how they are chosen."""
+
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen section whose unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class DraftingSettings(Section):
+    """How tokens are drafted: chain or tree, how deep, by whom."""
+
+    num_steps: int | None = Field(default=None, ge=1, le=64)
+    """Levels drafted a round, the depth of chain or tree; none picks it from measured survival and step costs."""
+    topk: int = Field(default=1, ge=1, le=64)
+    """Branches a node: 1 drafts a chain, more a tree."""
+    num_draft_tokens: int | None = Field(default=None, ge=2, le=256)
+    """Rows of a verify forward, the last verified token included (as SGLang counts). A chain has num_steps + 1; none
+    gives a tree at most 8."""
+    stop_below: float = Field(default=0.0, ge=0, lt=1)
+    """Tokens whose path is less probable than this, by the draft's own word, are neither verified nor drafted on."""
+    adaptive: bool = False
+    """Let the depth follow what was lately accepted and what rounds cost, from num_steps down to plain decoding."""
+    ngram: int = Field(default=0, ge=0, le=16)
+    """Also draft what followed the latest earlier occurrence of the last tokens, up to this many of them: used where
+    it was lately the better guess. 0 is off."""
+    simulate: tuple[Share, ...] | None = None
+    """Accept drafted tokens by this survival curve and not by the target: what a draft so good would bring. THE TEXTS
+    ARE INVALID. Stop tokens are ignored."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "DraftingSettings":
+        if self.topk == 1 and self.num_steps and self.num_draft_tokens not in (None, self.num_steps + 1):
+            raise ValueError(f"a chain (topk 1) of {self.num_steps} steps has {self.num_steps + 1} num_draft_tokens")
+        if any(later > earlier for earlier, later in pairwise(self.simulate or ())):
+            raise ValueError(f"a survival curve never rises: {self.simulate}")
+        return self
+
+    def rows(self, num_steps: int) -> int:
+        """Rows of a verify forward at a depth, the last verified token's included."""
+        if self.topk == 1:
+            return num_steps + 1
+        candidates = self.topk + (num_steps - 1) * self.topk**2
+        return 1 + min(candidates, (self.num_draft_tokens or 8) - 1)
+
+
+class SamplingSettings(Section):
+    """Which token is chosen, in Hugging Face's order: bias, penalties, temperature, top-k, top-p, min-p, draw."""
+
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """0 is greedy (ties go to the lowest id); the filters below it are then without effect."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw among the k most likely tokens, with those equal to the k-th; 0 is off."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the fewest most likely tokens whose probabilities reach this sum."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Draw among tokens at least this share as likely as the likeliest."""
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Divides positive and multiplies negative logits of the tokens of prompt and text so far."""
+    presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    """Taken off the logit of every token of the text so far."""
+    frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    """Taken off the logit of a token as often as the text so far holds it."""
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] = Field(default={})
+    """Token id to what is added to its logit, before anything else."""
+    seed: int = 0
+    """The same seed gives the same text for a prompt, drafted or not."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before the choice, so that the plain argmax is not the greedy token."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
