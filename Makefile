@@ -3,6 +3,7 @@
 # make test       the test suite (at most ten minutes on 2 cores)
 # make lint       style, types, import contracts
 # make test-lossless   200 prompts, token for token, on the default target (up to 45 minutes)
+# make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-train bench-respond bench-capture   figures, as ratios
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
@@ -11,10 +12,13 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
+PEERS_READY := $(PEERS)/.ready
+PEERS_LIST := tests/conformance/requirements.txt
 
-.PHONY: help setup demo test lint test-lossless wiring-table
+.PHONY: help setup demo test lint test-lossless setup-peers test-peers wiring-table
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 setup: $(READY)
 
@@ -40,6 +44,20 @@ lint: $(READY)
 
 test-lossless: $(READY)
 	$(BIN)/python -m pytest -m lossless -s tests/lossless
+
+setup-peers: $(PEERS_READY)
+
+# torchvision from PyPI is built for CUDA and does not load beside a CPU torch; nothing here needs it
+$(PEERS_READY): $(PEERS_LIST)
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c $(PEERS_LIST) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -r $(PEERS_LIST)
+	$(PEERS)/bin/pip uninstall --quiet --yes torchvision torchaudio
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps specforge==0.2.0
+	touch $(PEERS_READY)
+
+test-peers: $(READY) $(PEERS_READY)
+	EYAS_PEERS_PYTHON=$(PEERS)/bin/python $(BIN)/python -m pytest -m peers tests/conformance
 
 wiring-table: $(READY)
 	$(BIN)/python benchmarks/wiring_table.py
