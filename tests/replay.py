@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from eyas.engine.cache import KVCache
+from eyas.engine.tree import Tree, chain
 
 
 class ReplayProposer:
@@ -17,18 +16,24 @@ class ReplayProposer:
 
     def __init__(self, text: Sequence[int], prompt_tokens: int, vocab_size: int, wrong: Callable[[int], bool]) -> None:
         self.text, self.prompt_tokens, self.vocab_size, self.wrong = text, prompt_tokens, vocab_size, wrong
-        self.cache = KVCache(dtype=torch.float32)
         self.next_index = 0
 
-    def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
+    def reserve(self, rows: int) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
+        assert taps_BRA is not None
         assert taps_BRA.shape[1] == len(ids)
         self.next_index = start + len(ids) + 1 - self.prompt_tokens
         known = self.text[: self.next_index][-len(ids) :]
         assert list(ids)[-len(known) :] == list(known), "rows are told the tokens that follow them"
 
-    def propose(self, num_steps: int) -> list[int]:
+    def propose(self, num_steps: int) -> Tree:
         indices = range(self.next_index, self.next_index + num_steps)
-        return [(self._at(i) + 1) % self.vocab_size if self.wrong(i) else self._at(i) for i in indices]
+        return chain([(self._at(i) + 1) % self.vocab_size if self.wrong(i) else self._at(i) for i in indices])
 
     def _at(self, index: int) -> int:
         return self.text[index] if index < len(self.text) else 0

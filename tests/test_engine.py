@@ -1,7 +1,6 @@
 """The embedded engine: what it must never change (the text) and what it must always keep (caches, counts)."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ from eyas.engine.cache import KVCache, attended_length, leaf_paths, path_to
 from eyas.engine.forward import TargetForward
 from eyas.engine.generate import Engine
 from eyas.engine.linear import KERNELS, available_kernels, fastest_kernels
-from eyas.engine.propose import ChainProposer
+from eyas.engine.propose import DraftProposer
 from eyas.engine.settle import settle
-from eyas.engine.verify import judge
+from eyas.engine.tree import chain
+from eyas.engine.verify import Verdict, cut, walk
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.draft import Draft
@@ -261,20 +261,20 @@ def test_an_engine_closed_leaves_the_target_as_it_was(target32: Target) -> None:
 # Ends
 
 
-def test_judge_counts_acceptance_before_the_cut() -> None:
+def test_acceptance_is_counted_before_the_cut() -> None:
     drafted, chosen = [5, 6, 7], [5, 6, 7, 8]
-    assert judge(drafted, chosen, (), 9) == judge_of(3, [5, 6, 7, 8], None)
-    assert judge(drafted, chosen, (6,), 9) == judge_of(3, [5, 6], "stop")
-    assert judge(drafted, chosen, (), 2) == judge_of(3, [5, 6], "length")
-    assert judge(drafted, chosen, (), 4) == judge_of(3, [5, 6, 7, 8], "length")
-    assert judge(drafted, chosen, (6,), 2) == judge_of(3, [5, 6], "stop")
-    assert judge(drafted, chosen, (7,), 2) == judge_of(3, [5, 6], "length")
-    assert judge(drafted, [5, 9, 7, 8], (8,), 9) == judge_of(1, [5, 9], None)
-    assert judge([], [4], (4,), 1) == judge_of(0, [4], "stop")
+    assert judge(drafted, chosen, (), 9) == Verdict(3, (5, 6, 7, 8), None)
+    assert judge(drafted, chosen, (6,), 9) == Verdict(3, (5, 6), "stop")
+    assert judge(drafted, chosen, (), 2) == Verdict(3, (5, 6), "length")
+    assert judge(drafted, chosen, (), 4) == Verdict(3, (5, 6, 7, 8), "length")
+    assert judge(drafted, chosen, (6,), 2) == Verdict(3, (5, 6), "stop")
+    assert judge(drafted, chosen, (7,), 2) == Verdict(3, (5, 6), "length")
+    assert judge(drafted, [5, 9, 7, 8], (8,), 9) == Verdict(1, (5, 9), None)
+    assert judge([], [4], (4,), 1) == Verdict(0, (4,), "stop")
 
 
-def judge_of(accepted: int, tokens: list[int], finish: str | None) -> object:
-    return replace(judge([], [0], (), 9), accepted=accepted, tokens=tuple(tokens), finish=finish)
+def judge(drafted: list[int], chosen: list[int], stop_ids: tuple[int, ...], room: int) -> Verdict:
+    return cut(walk(chain(drafted), lambda row, path: chosen[row]), stop_ids, room)
 
 
 @pytest.mark.parametrize("place", range(1, 9))
@@ -312,7 +312,7 @@ def test_the_context_ends_a_text(target32: Target) -> None:
     engine = engine_of(target32)
     for num_steps in (0, 3):
         got = engine.generate(prompt, 50, num_steps, ignore_eos=True)
-        assert (len(got.ids), got.finish) == (4, "length")
+        assert (len(got.ids), got.finish) == (4, "context")
 
 
 def test_a_prompt_without_room_or_a_chain_without_a_draft_is_refused(target32: Target) -> None:
@@ -350,11 +350,11 @@ def test_after_rejections_the_draft_cache_is_that_of_a_fresh_prefill(target32: T
     draft, prompt = random_draft(target32, **options), prompts(8)[6]
     engine = Engine(target32, draft, num_steps=3, kernels="torch", announce=False)
     text = engine.generate(prompt, 24, 3, ignore_eos=True).ids
-    assert isinstance(engine.proposer, ChainProposer)
+    assert isinstance(engine.proposer, DraftProposer)
     told = engine.proposer._next_row
     ids = [*prompt, *text]
     _, taps = engine.forward.prefill(ids[:told])
-    fresh = ChainProposer(draft)
+    fresh = DraftProposer(draft)
     fresh.cache.reserve(told)
     assert taps is not None
     fresh.observe(taps, ids[1 : told + 1], 0)

@@ -12,20 +12,25 @@ from difflib import get_close_matches
 
 
 class EyasError(Exception):
-    """An error for the person at the keyboard. `exit_code` is the process's exit status (docs/commands.md)."""
+    """An error for the person at the keyboard. `exit_code` is the process's exit status (docs/commands.md).
+
+    `code` is the finding (docs/findings.md) that a check of the same input would report, where there is one.
+    """
 
     exit_code = 2
 
-    def __init__(self, *, wanted: str, got: str, where: str, next: str) -> None:
+    def __init__(self, *, wanted: str, got: str, where: str, next: str, code: str | None = None) -> None:
         self.wanted = wanted
-        self.got = got
+        self.got = got if code is None else f"{got} ({code})"
         self.where = where
         self.next = next
-        super().__init__(f"wanted {wanted}; got {got}; at {where}; next: {next}")
+        self.code = code
+        super().__init__(f"wanted {wanted}; got {self.got}; at {where}; next: {next}")
 
     def as_dict(self) -> dict[str, str]:
         """The body of `{"error": ...}` under --json."""
-        return {"wanted": self.wanted, "got": self.got, "where": self.where, "next": self.next}
+        code = {} if self.code is None else {"code": self.code}
+        return {"wanted": self.wanted, "got": self.got, "where": self.where, "next": self.next, **code}
 
 
 class InputError(EyasError):

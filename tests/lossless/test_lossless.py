@@ -6,7 +6,7 @@ draft (accepts nothing) and n-gram lookup (accepts by fits and starts) take turn
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.engine.cache import KVCache
 from eyas.engine.generate import Engine
-from eyas.engine.propose import ChainProposer, Proposer
+from eyas.engine.ngram import NgramProposer
+from eyas.engine.propose import DraftProposer, Proposer
 from eyas.formats.taps import default_boundaries
 from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
 from eyas.measure.stats import accept_length, survival
@@ -35,30 +35,6 @@ TOKENS = int(os.environ.get("EYAS_LOSSLESS_TOKENS", "32"))
 PLAIN = max(1, PROMPTS // 5)
 NUM_STEPS = 3
 TIE = 1e-3
-
-
-class NgramProposer:
-    """Drafts what followed the latest earlier occurrence of the last two tokens; without one, repeats the last."""
-
-    def __init__(self) -> None:
-        self.cache = KVCache(torch.float32)
-        self.ids: list[int] = []
-
-    def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
-        self.ids = [*self.ids[:start], *ids]
-
-    def propose(self, num_steps: int) -> list[int]:
-        ids = list(self.ids)
-        for _ in range(num_steps):
-            ids.append(self._next(ids))
-        return ids[-num_steps:]
-
-    @staticmethod
-    def _next(ids: list[int]) -> int:
-        for at in range(len(ids) - 3, -1, -1):
-            if ids[at : at + 2] == ids[-2:]:
-                return ids[at + 2]
-        return ids[-1]
 
 
 @dataclass
@@ -81,11 +57,11 @@ def proposers(target: Target) -> tuple[Draft, list[Proposer]]:
     folder = os.environ.get("EYAS_LOSSLESS_DRAFT")
     if folder:
         draft = load_draft(Path(folder), target.embedding, torch.float32)[0]
-        return draft, [ChainProposer(draft)]
+        return draft, [DraftProposer(draft)]
     torch.manual_seed(0)
     draft = Draft(draft_config(target, default_boundaries(target.num_hidden_layers), DraftSettings()))
     draft.share_embedding(target.embedding)
-    return draft, [ChainProposer(draft.eval().requires_grad_(False)), NgramProposer()]
+    return draft, [DraftProposer(draft.eval().requires_grad_(False)), NgramProposer(2)]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,19 @@
-"""What a round costs here, by depth: seconds of a plain step, of verifying k drafted tokens, of drafting them."""
+"""What a round costs here, by depth: of a plain step, of verifying k drafted tokens, of drafting them.
+
+`measure_costs` asks it of a target and a draft before there is an engine, `measure_rounds` of an engine's own parts.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from eyas.engine.forward import TargetForward
 from eyas.engine.linear import fastest_kernels, install, uninstall
-from eyas.engine.propose import ChainProposer, prepared
+from eyas.engine.propose import DraftProposer, prepared
 from eyas.engine.settle import layer_linears
+from eyas.engine.tree import Tree, chain
 from eyas.models.draft import Draft
 from eyas.models.target import Target
 
@@ -40,7 +44,7 @@ def measure_costs(target: Target, draft: Draft, depths: Sequence[int]) -> StepCo
     for group in (layers, head):
         install(group, fastest_kernels(group, counts))
     forward = TargetForward(target, draft.config.boundaries)
-    proposer = ChainProposer(prepared(draft, target))
+    proposer = DraftProposer(prepared(draft, target))
     drafting = proposer.settle(most)
     ids = torch.randint(target.vocab_size, (CONTEXT + most,), generator=torch.Generator().manual_seed(0)).tolist()
     forward.cache.reserve(CONTEXT + most)
@@ -64,6 +68,58 @@ def measure_costs(target: Target, draft: Draft, depths: Sequence[int]) -> StepCo
     finally:
         forward.close()
         uninstall([*layers, *head, *drafting])
+
+
+GRAIN = 0.05
+"""Costs are told in steps of this share of a plain step, so that most starts of an engine find the same."""
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Cost of a round by depth, a plain step (depth 0) being 1. `ngram` leaves the draft's own work out."""
+
+    draft: Mapping[int, float]
+    ngram: Mapping[int, float]
+
+
+def measure_rounds(forward: TargetForward, draft: DraftProposer | None, num_steps: int) -> RoundCosts:
+    """Time the rounds of an engine that is ready to generate, with its own kernels and row bucket."""
+    rows = CONTEXT + num_steps + 1
+    ids = torch.randint(forward.target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+    forward.cache.reserve(rows)
+    _, taps = forward.prefill(ids[:CONTEXT])
+    trees: dict[int, Tree] = {}
+
+    def propose(depth: int) -> None:
+        assert draft is not None and taps is not None, "only a draft's work is timed"
+        draft.observe(taps[:, -2:], ids[CONTEXT - 1 : CONTEXT + 1], CONTEXT - 2)
+        trees[depth] = draft.propose(depth)
+
+    def verify(tree: Tree) -> None:
+        states = forward.verify([ids[CONTEXT], *tree.tokens], CONTEXT, tree.row_parents)
+        forward.logits(states).argmax(dim=-1).tolist()
+
+    depths = range(num_steps + 1)
+    drafting = dict.fromkeys(depths, 0.0)
+    if draft is not None:
+        assert taps is not None, "a draft reads taps"
+        draft.reserve(rows)
+        draft.begin()
+        draft.observe(taps, ids[1 : CONTEXT + 1], 0)
+        drafting |= _best(propose, depths[1:])
+    chains = {depth: chain(ids[CONTEXT + 1 :][:depth]) for depth in depths}
+    chain_seconds = _best(lambda depth: verify(chains[depth]), depths)
+    trees = {depth: trees.get(depth, chains[depth]) for depth in depths}
+    branched = any(not tree.is_chain for tree in trees.values())
+    tree_seconds = _best(lambda depth: verify(trees[depth]), depths) if branched else chain_seconds
+
+    def share(seconds: float) -> float:
+        return max(GRAIN, round(seconds / chain_seconds[0] / GRAIN) * GRAIN)
+
+    return RoundCosts(
+        {depth: share(drafting[depth] + tree_seconds[depth]) for depth in depths},
+        {depth: share(chain_seconds[depth]) for depth in depths},
+    )
 
 
 def _best(work: Callable[[int], None], sizes: Sequence[int]) -> dict[int, float]:

@@ -1,56 +1,46 @@
-"""The embedded engine, first form: batch 1, greedy, a chain of drafted tokens verified in one target forward.
+"""The embedded engine: a text is begun, goes on round by round, and ends.
 
-Plain decoding is the same loop with nothing drafted: both run the same forward over the same row bucket, so a row's
-logits have the same bits in both and so has the text (docs/engine.md).
+A round is: propose, verify in one forward of the target, judge, keep the rows that stand, tell the proposer. Plain
+decoding is the same round with nothing drafted: both run the same forward over the same row bucket, so a row's logits
+have the same bits in both and so has the text (docs/engine.md).
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from eyas.engine.compose import compose
+from eyas.engine.costs import RoundCosts
 from eyas.engine.forward import TargetForward
 from eyas.engine.linear import uninstall
-from eyas.engine.propose import ChainProposer, Proposer, prepared
+from eyas.engine.propose import Proposer
+from eyas.engine.sampling import Sampler
 from eyas.engine.settle import layer_linears, settle
+from eyas.engine.text import Generation, Text
 from eyas.engine.trace import EngineTrace
-from eyas.engine.verify import Finish, judge
+from eyas.engine.tree import Tree
+from eyas.engine.verify import CurveJudge, TargetJudge, Verdict, cut
 from eyas.errors import InputError
 from eyas.formats.trace import TraceRequest
 from eyas.models.draft import Draft
 from eyas.models.target import Target
 from eyas.progress import say
+from eyas.settings import DraftingSettings, SamplingSettings
 
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished text. The first of `ids` is the prefill's own token; it belongs to no round."""
-
-    ids: tuple[int, ...]
-    finish: Finish
-    rounds: tuple[int, ...]
-    """Drafted tokens accepted in each round, before a stop token or length limit cut it."""
-    rounds_kept: tuple[int, ...]
-    """The same after the cut: accepted drafted tokens that were emitted."""
-    seconds_prefill: float
-    """Until the first token is known."""
-    seconds_decode: float
-    """All the rest, the draft's own prefill included."""
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens gained a round, bonus included; None where the prefill's token ended the text."""
-        return 1 + sum(self.rounds) / len(self.rounds) if self.rounds else None
+GREEDY = SamplingSettings()
 
 
 class Engine:
     """A target, and a draft if any, ready to generate.
 
-    `num_steps` is the longest chain it will be asked for: it fixes the row bucket. `kernels` "auto" measures, "torch"
-    keeps F.linear. The target's modules are used in place (attention and linears are exchanged), so one engine at a
-    time owns a target: close() gives it back. `trace` (None: as EYAS_TRACE says) records every stage until close().
+    `drafting` says what is drafted and how deep at most, which fixes the row bucket (None: a chain of `num_steps`, by
+    the draft if there is one). `costs` are what an adaptive depth is chosen by (None: measured here). `kernels` "auto"
+    measures, "torch" keeps F.linear. `cache_rows` bounds the caches (None: as large as a text needs). `trace` (None: as
+    EYAS_TRACE says) records every stage until close(). The target's modules are used in place (attention and linears
+    are exchanged), so one engine at a time owns a target: close() gives it back. Raises InputError for a draft that
+    does not fit the target.
     """
 
     def __init__(
@@ -59,24 +49,30 @@ class Engine:
         draft: Draft | None = None,
         *,
         num_steps: int = 1,
+        drafting: DraftingSettings | None = None,
         kernels: str = "auto",
         announce: bool = True,
         trace: TraceRequest | None = None,
+        cache_rows: int | None = None,
+        costs: RoundCosts | None = None,
     ) -> None:
-        self.target, self.num_steps = target, num_steps
-        boundaries = () if draft is None else draft.config.boundaries
-        self.forward = TargetForward(target, boundaries)
-        chain = None if draft is None else ChainProposer(prepared(draft, target))
-        self.proposer: Proposer | None = chain
+        self.target, self.cache_rows = target, cache_rows
+        drafting = drafting or DraftingSettings()
+        self.num_steps = drafting.num_steps or num_steps
+        self.drafting = drafting.model_copy(update={"num_steps": self.num_steps})
+        self.rows = drafting.rows(self.num_steps)
+        self.forward = TargetForward(target, () if draft is None else draft.config.boundaries)
         self._linears = [*layer_linears(target), target.head]
         self.trace: EngineTrace | None = None
         try:
             with torch.inference_mode():
-                self.facts = settle(self.forward, num_steps + 1, kernels)
-                if chain is not None:
-                    self._linears += chain.settle(num_steps + 1, kernels)
+                self.facts = settle(self.forward, self.rows, kernels)
+                made = compose(self.forward, draft, self.drafting, kernels, costs)
+            self.proposer: Proposer | None = made.proposer
+            self.costs = made.costs
+            self._linears += made.linears
             request = trace or TraceRequest.from_environment()
-            self.trace = None if request is None else EngineTrace(request, self.forward, chain)
+            self.trace = None if request is None else EngineTrace(request, self.forward, made.draft)
         except InputError:
             self.close()
             raise
@@ -99,68 +95,90 @@ class Engine:
         num_steps: int = 0,
         ignore_eos: bool = False,
         padded: bool = True,
+        sampling: SamplingSettings = GREEDY,
     ) -> Generation:
-        """Continue `prompt_ids` greedily; `num_steps` drafted tokens a round, 0 for plain decoding.
+        """Continue `prompt_ids`; `num_steps` levels drafted a round at most, 0 for plain decoding.
 
         `padded` False lets plain decoding run single rows whatever the bucket: the other baseline, whose text may part
-        at near ties. Raises InputError for an empty prompt, one that fills the context, or a chain without a draft.
+        at near ties. Raises InputError for an empty prompt, one that fills the context or the cache, or drafting
+        without a draft.
         """
-        self._check(prompt_ids, max_new_tokens, num_steps)
-        room = min(max_new_tokens, self.target.context_length - len(prompt_ids))
-        stop_ids = frozenset() if ignore_eos else frozenset(self.target.stop_ids)
         bucket = self.forward.rows
-        self._reserve(len(prompt_ids) + room + self.num_steps + 1)
         try:
             if not padded and num_steps == 0:
                 self.forward.rows = None
-            return self._generate(list(prompt_ids), room, num_steps, stop_ids)
+            text = self.begin(prompt_ids, max_new_tokens, num_steps, ignore_eos, sampling)
+            while text.finish is None:
+                self.round(text)
+            return text.generation()
         finally:
             self.forward.rows = bucket
 
-    def _generate(self, prompt: list[int], room: int, num_steps: int, stop_ids: frozenset[int]) -> Generation:
+    @torch.inference_mode()
+    def begin(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        num_steps: int = 0,
+        ignore_eos: bool = False,
+        sampling: SamplingSettings = GREEDY,
+    ) -> Text:
+        """Prefill, and the first token. What is raised is generate's."""
+        self._check(prompt_ids, max_new_tokens, num_steps)
+        left = self.target.context_length - len(prompt_ids)
+        simulate = self.drafting.simulate if num_steps else None
+        sampler = Sampler(sampling, prompt_ids, self.target.vocab_size)
+        text = Text(
+            prompt=tuple(prompt_ids),
+            limit=min(max_new_tokens, left),
+            end="length" if max_new_tokens <= left else "context",
+            stop_ids=frozenset() if ignore_eos or simulate else frozenset(self.target.stop_ids),
+            judge=CurveJudge(simulate, sampling.seed) if simulate else TargetJudge(sampler),
+            proposer=self.proposer if num_steps else None,
+            num_steps=num_steps,
+            clock=[time.perf_counter()],
+        )
         if self.trace is not None:
             self.trace.begin()
-        started = time.perf_counter()
-        state, taps = self.forward.prefill(prompt)
-        first = int(self.forward.logits(state)[-1].argmax())
-        verdict = judge((), (first,), stop_ids, room)
-        ids, finish = [first], verdict.finish
-        prefilled = time.perf_counter()
-        if num_steps and finish is None:
-            self._observe(taps, [*prompt[1:], first], 0)
-        rounds, kept = [], []
-        while finish is None:
-            start = len(prompt) + len(ids) - 1
-            drafted = self.proposer.propose(num_steps) if self.proposer and num_steps else []
-            chosen = self._choose([ids[-1], *drafted], start)
-            verdict = judge(drafted, chosen, stop_ids, room - len(ids))
-            if self.trace is not None:
-                self.trace.judged(drafted, chosen, verdict)
-            if drafted and verdict.finish is None:
-                stand = verdict.accepted + 1
-                self._observe(self.forward.taps()[:, :stand], chosen[:stand], start)
-            ids.extend(verdict.tokens)
-            rounds.append(verdict.accepted)
-            kept.append(min(verdict.accepted, len(verdict.tokens)))
-            finish = verdict.finish
-        ended = time.perf_counter()
-        return Generation(tuple(ids), finish, tuple(rounds), tuple(kept), prefilled - started, ended - prefilled)
+        self._reserve(len(prompt_ids) + text.limit + self.rows)
+        state, taps = self.forward.prefill(text.prompt)
+        walk = text.judge.walk(Tree(), self.forward.logits(state)[-1:])
+        text.take(cut(walk, text.stop_ids, text.limit))
+        text.clock += [time.perf_counter()] * 2
+        if text.proposer is not None and text.finish is None:
+            text.proposer.begin()
+            self._observe(text.proposer, taps, [*text.prompt[1:], text.last], 0)
+        return text
 
-    def _choose(self, ids: list[int], start: int) -> list[int]:
-        """The target's token after each of `ids`; ties go to the lowest id (torch's argmax)."""
-        logits_RV = self.forward.logits(self.forward.verify(ids, start))
-        return logits_RV.argmax(dim=-1)[: len(ids)].tolist()
-
-    def _observe(self, taps: Tensor | None, ids: list[int], start: int) -> None:
-        assert self.proposer is not None and taps is not None, "drafting needs a draft and its taps"
+    @torch.inference_mode()
+    def round(self, text: Text) -> Verdict:
+        """One forward of the target takes `text` further by one token or more."""
+        proposer = text.proposer
+        tree = Tree() if proposer is None else proposer.propose(text.num_steps)
+        states = self.forward.verify([text.last, *tree.tokens], text.position, tree.row_parents)
+        walk = text.judge.walk(tree, self.forward.logits(states))
+        verdict = cut(walk, text.stop_ids, text.limit - len(text.ids))
         if self.trace is not None:
+            self.trace.judged(tree, walk, text.position)
+        if proposer is not None and verdict.finish is None:
+            self.forward.keep(walk.rows)
+            taps = self.forward.taps(walk.rows) if self.forward.boundaries else None
+            self._observe(proposer, taps, walk.tokens, text.position)
+        text.take(verdict)
+        text.rounds.append(verdict)
+        text.depths.append(tree.depth)
+        text.clock[-1] = time.perf_counter()
+        return verdict
+
+    def _observe(self, proposer: Proposer, taps: Tensor | None, ids: Sequence[int], start: int) -> None:
+        if self.trace is not None and taps is not None:
             self.trace.observing(taps, start)
-        self.proposer.observe(taps, ids, start)
+        proposer.observe(taps, ids, start)
 
     def _reserve(self, rows: int) -> None:
         self.forward.cache.reserve(rows)
         if self.proposer is not None:
-            self.proposer.cache.reserve(rows)
+            self.proposer.reserve(rows)
 
     def _check(self, prompt_ids: Sequence[int], max_new_tokens: int, num_steps: int) -> None:
         context = self.target.context_length
@@ -169,11 +187,19 @@ class Engine:
                 wanted=f"a prompt of 1 to {context - 1} tokens (the target's context is {context})",
                 got=f"{len(prompt_ids)} tokens",
                 where="the prompt",
-                next="shorten it",
+                next="shorten it" if prompt_ids else "give it at least one token",
+            )
+        needed = min(len(prompt_ids) + max_new_tokens, context) + self.rows
+        if self.cache_rows is not None and needed > self.cache_rows:
+            raise InputError(
+                wanted=f"a cache of {needed} rows for prompt, new tokens and a round of {self.rows} rows",
+                got=f"{self.cache_rows} rows",
+                where="the engine's cache",
+                next="fewer new tokens, a shorter prompt, or a larger cache_rows",
             )
         if num_steps and self.proposer is None:
             raise InputError(
                 wanted="a draft", got="an engine without one", where=f"num_steps={num_steps}", next="--draft DRAFT"
             )
-        assert num_steps <= self.num_steps, f"this engine was made for chains of at most {self.num_steps}"
+        assert num_steps <= self.num_steps, f"this engine was made for {self.num_steps} steps at most"
         assert max_new_tokens >= 1, "at least one new token"

@@ -19,7 +19,11 @@ class NgramProposer:
         self.match = 0
         self._ends: dict[tuple[int, ...], int] = {}
 
+    def reserve(self, rows: int) -> None:
+        """It keeps no rows."""
+
     def begin(self) -> None:
+        """A new text."""
         self.ids, self._ends, self.match = [], {}, 0
 
     def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:

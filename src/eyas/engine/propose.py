@@ -1,11 +1,11 @@
-"""A chain of drafted tokens, and the draft's cache.
+"""Tokens drafted by the draft, as a chain or a tree, and the draft's cache.
 
 Draft row p holds the taps of token p and the id of token p + 1, at rotary position p, and predicts token p + 2
 (as both SGLang and vLLM pair them). Rows beyond the target's verified tokens are fed the draft's own state; once
 verified they are rewritten from the target's taps: self-fed rows left in the cache are lossless and silently cost
 acceptance.
 
-Shapes: B batch (1), R rows, A width of the taps, H hidden, D draft vocabulary.
+Shapes: B batch (1), R rows, F rows of a tree's level, A width of the taps, H hidden, D draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,32 +16,53 @@ from torch import Tensor, nn
 
 from eyas.engine.cache import KVCache
 from eyas.engine.linear import fastest_kernels, install
+from eyas.engine.tree import Node, Tree, chain, grow
 from eyas.errors import InputError
 from eyas.models.draft import Draft
 from eyas.models.target import Target
+from eyas.settings import DraftingSettings
+
+MOST_STEPS = 64
+"""Levels that the cache has room for beyond the text where the settings name none."""
 
 
 class Proposer(Protocol):
-    """What the engine asks of anything that drafts for it."""
+    """What the engine asks of anything that drafts for it, one text at a time."""
 
-    cache: KVCache
+    def reserve(self, rows: int) -> None:
+        """Make room for a text of `rows` tokens."""
 
-    def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
-        """Rows start... are verified: the target's taps of those tokens, and the ids that follow each."""
+    def begin(self) -> None:
+        """A new text; the next `observe` tells its prompt."""
 
-    def propose(self, num_steps: int) -> list[int]:
-        """The next `num_steps` tokens after the last observed id."""
+    def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
+        """Rows start... are verified: the target's taps of those tokens, and the ids that follow each.
+
+        After a proposal len(ids) - 1 of its tokens were accepted.
+        """
+
+    def propose(self, num_steps: int) -> Tree:
+        """At most `num_steps` levels of tokens after the last observed id."""
         ...
 
 
-class ChainProposer:
-    """Drafts greedily, one token a step, batch 1."""
+class DraftProposer:
+    """Drafts with an EAGLE-3 draft: the argmax of every step, or a tree of the likeliest paths.
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+    Verified rows are written when a proposal needs them: a draft that rests computes nothing.
+    """
+
+    def __init__(self, draft: Draft, drafting: DraftingSettings | None = None) -> None:
+        self.draft, self.drafting = draft, drafting or DraftingSettings()
         self.cache = KVCache(draft.fc.weight.dtype, draft.fc.weight.device)
+        self.positions: list[int] = []
+        """Rotary positions of the latest forward's rows."""
+        self._told: list[tuple[Tensor, Sequence[int]]] = []
         self._last_B1H: Tensor | None = None
         self._next_row = 0
+        self._parents: list[int] = []
+        self._level: dict[Node, int] = {}
+        self._hidden_BFH: Tensor | None = None
 
     def settle(self, most: int, kernels: str = "auto") -> list[nn.Linear]:
         """Choose kernels for 1..`most` rows of the draft's linears, and return these.
@@ -53,35 +74,83 @@ class ChainProposer:
         install(linears, fastest_kernels(linears, counts) if kernels == "auto" else dict.fromkeys(counts, kernels))
         return linears
 
-    def observe(self, taps_BRA: Tensor, ids: Sequence[int], start: int) -> None:
-        """Write rows start... from the target's taps of those tokens and the ids of the tokens that follow each.
+    def reserve(self, rows: int) -> None:
+        self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))
 
-        Overwrites self-fed rows; the last row's state is where the next chain starts.
-        """
-        hidden_BRH = self._rows(self.draft.fuse(taps_BRA), ids, start)
-        self._last_B1H = hidden_BRH[:, -1:]
-        self._next_row = start + len(ids)
+    def begin(self) -> None:
+        self._told, self._last_B1H, self._next_row = [], None, 0
 
-    def propose(self, num_steps: int) -> list[int]:
-        """The next `num_steps` drafted tokens, as target ids. Rows it writes are the draft's own guesses."""
-        assert self._last_B1H is not None, "observe() a prompt before drafting"
-        hidden, row = self._last_B1H, self._next_row
+    def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
+        """Rows start... are to be written from the target's taps of those tokens and the ids of the tokens that follow
+        each, over what the draft fed itself."""
+        assert taps_BRA is not None, "a draft reads taps"
+        if not self._told:
+            assert start <= self._next_row, "rows are told in order"
+            self._next_row = start
+        self._told.append((taps_BRA, ids))
+
+    def propose(self, num_steps: int) -> Tree:
+        """Chain or tree, as target ids. Rows it writes are the draft's own guesses."""
+        self._write_told()
+        if self.drafting.topk == 1 and not self.drafting.stop_below:
+            return chain(self._chain(num_steps))
+        nodes = self.drafting.rows(num_steps) - 1
+        return grow(self._expand, self.drafting.topk, num_steps, nodes, self.drafting.stop_below)
+
+    def _write_told(self) -> None:
+        """The last row's state is where the next chain or tree starts."""
+        if self._told:
+            taps_BRA = torch.cat([taps for taps, _ in self._told], dim=1)
+            ids = [token for _, tokens in self._told for token in tokens]
+            hidden_BRH = self._rows(self.draft.fuse(taps_BRA), ids, self._next_row)
+            self._last_B1H = hidden_BRH[:, -1:]
+            self._next_row += len(ids)
+            self._told = []
+
+    def _chain(self, num_steps: int) -> list[int]:
+        hidden = self._start()
         drafted: list[int] = []
         for step in range(num_steps):
-            drafted.append(self._choose(hidden))
+            drafted.append(int(self.draft.target_ids(self.draft.logits(hidden)[0, -1].argmax())))
             if step + 1 < num_steps:
-                hidden = self._rows(self.draft.feedback(hidden), drafted[-1:], row)
-                row += 1
+                hidden = self._rows(self.draft.feedback(hidden), drafted[-1:], self._next_row + step)
         return drafted
 
-    def _choose(self, hidden_B1H: Tensor) -> int:
-        draft_id = self.draft.logits(hidden_B1H)[0, -1].argmax()
-        return int(self.draft.target_ids(draft_id))
+    def _expand(self, frontier: Sequence[Node]) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens after each node of a level, all in one forward of the draft."""
+        hidden_BFH = self._tree_rows(frontier) if frontier else self._start()
+        if not frontier:
+            self._parents, self._level = [], {}
+        self._hidden_BFH = hidden_BFH
+        probabilities_FD = torch.softmax(self.draft.logits(hidden_BFH)[0].float(), dim=-1)
+        likeliest = probabilities_FD.topk(min(self.drafting.topk, probabilities_FD.shape[-1]))
+        ids, values = self.draft.target_ids(likeliest.indices).tolist(), likeliest.values.tolist()
+        return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
+
+    def _tree_rows(self, frontier: Sequence[Node]) -> Tensor:
+        """States [1, F, H] of a level's nodes, each fed the state of its parent, whose row it follows."""
+        assert self._hidden_BFH is not None, "a level has one above it"
+        above, first = self._level, len(self._parents) - len(self._level)
+        places = [above[node.parent] if node.parent else 0 for node in frontier]
+        self._parents += [first + place if node.parent else -1 for node, place in zip(frontier, places, strict=True)]
+        self._level = {node: place for place, node in enumerate(frontier)}
+        state_BFH = self.draft.feedback(self._hidden_BFH[:, places])
+        self.cache.begin_tree(self._next_row, self._parents, len(frontier))
+        position = self._next_row + frontier[0].level - 1
+        return self._forward(state_BFH, [node.token for node in frontier], [position] * len(frontier))
+
+    def _start(self) -> Tensor:
+        assert self._last_B1H is not None, "observe() a prompt before drafting"
+        return self._last_B1H
 
     def _rows(self, state_BRH: Tensor, ids: Sequence[int], start: int) -> Tensor:
-        device = state_BRH.device
         self.cache.begin(start, len(ids), by_position=False)
-        rope = self.draft.rope(torch.arange(start, start + len(ids), device=device)[None])
+        return self._forward(state_BRH, ids, range(start, start + len(ids)))
+
+    def _forward(self, state_BRH: Tensor, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        device = state_BRH.device
+        self.positions = list(positions)
+        rope = self.draft.rope(torch.tensor([self.positions], device=device))
         return self.draft(torch.tensor([list(ids)], device=device), state_BRH, rope, self._attend)
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -102,6 +171,7 @@ def prepared(draft: Draft, target: Target) -> Draft:
             got=str(got),
             where="the draft's config",
             next="use the target the draft was trained for (eyas inspect DRAFT names it)",
+            code="shape_mismatch" if wanted[:2] != got[:2] else "vocab_mismatch",
         )
     for parameter in draft.parameters():  # not .to(): it would round the rotary frequencies, which are a buffer
         if not parameter.is_meta:

@@ -42,6 +42,11 @@ class Sampler:
         self.counts: Counter[int] = Counter()
         self.emitted = 0
 
+    @property
+    def plain_argmax(self) -> bool:
+        """Whether a row's choice is its argmax, whatever came before."""
+        return self.settings.greedy and not self.settings.adjusts
+
     def tell(self, tokens: Sequence[int]) -> None:
         """`tokens` are emitted."""
         self.counts.update(tokens)

@@ -7,7 +7,6 @@ Shapes: B batch (1), R rows, H hidden, A width of the concatenated taps, D draft
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from eyas import __version__
 from eyas.engine.forward import TargetForward
-from eyas.engine.propose import ChainProposer
-from eyas.engine.verify import Verdict
+from eyas.engine.propose import DraftProposer
+from eyas.engine.tree import Tree
+from eyas.engine.verify import Walk
 from eyas.errors import InputError
 from eyas.formats.trace import FIRST_VALUES, FORMAT, TENSORS, TRACE, Header, Stage, TraceRequest
 from eyas.run import JSON, Manifest, disk_error, hash_file, write_manifest
@@ -95,7 +95,7 @@ class EngineTrace:
     Rows that only pad a verify forward are left out; drafted rows that were refused are in, for they were computed.
     """
 
-    def __init__(self, request: TraceRequest, forward: TargetForward, chain: ChainProposer | None) -> None:
+    def __init__(self, request: TraceRequest, forward: TargetForward, chain: DraftProposer | None) -> None:
         target = forward.target
         header = Header(
             format=FORMAT,
@@ -136,11 +136,16 @@ class EngineTrace:
         positions = list(range(start, start + taps_BRA.shape[1]))
         self._write("taps", taps_BRA, ids=[self._tokens[position] for position in positions], positions=positions)
 
-    def judged(self, drafted: Sequence[int], chosen: Sequence[int], verdict: Verdict) -> None:
+    def judged(self, tree: Tree, walk: Walk, position: int) -> None:
         """A round is decided: its forward had one row more than were drafted, the rest was padding."""
         self.round += 1
-        self._flush(rows=len(chosen))
-        self._write("accepted", accepted=verdict.accepted, drafted=list(drafted), chosen=list(chosen))
+        self._flush(rows=1 + len(tree.tokens))
+        # Rows of a tree share positions; what is told next are those of the path.
+        self._tokens |= {position + step: tree.tokens[row - 1] for step, row in enumerate(walk.rows) if row}
+        parents = None if tree.is_chain else list(tree.parents)
+        self._write(
+            "accepted", accepted=walk.accepted, drafted=list(tree.tokens), parents=parents, chosen=list(walk.tokens)
+        )
 
     def close(self) -> Manifest:
         """Take the hooks off and complete the folder."""
@@ -197,8 +202,7 @@ class EngineTrace:
 
     def _stepped(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
         assert self.chain is not None
-        cache = self.chain.cache
-        positions = list(range(cache.start, cache.start + cache.rows))
+        positions = self.chain.positions
         fed = self.chain.draft.feedback(output)
         self._write("layer", fed, step=self.step, ids=args[0][0].tolist(), positions=positions)
         self.step += 1

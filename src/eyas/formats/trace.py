@@ -75,8 +75,10 @@ class Record(BaseModel):
     """File of the tensor, relative to the folder."""
     accepted: int | None = None
     drafted: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    """Of a tree: the row that each drafted token follows; row 0 is the last verified token, row i drafted[i - 1]."""
     chosen: tuple[int, ...] | None = None
-    """The target's token after each verified row."""
+    """The target's token after each row that stands: the accepted ones, then one more."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""Who drafts the next round, and how deep: chosen by what was lately accepted and by what rounds cost here.
+
+Every source of drafted tokens is an arm: the draft, and n-gram matches by their length. An arm keeps how often level i
+was accepted once level i - 1 was, over its late rounds; from that and the cost of a round follow the tokens a second of
+every depth, and the best of arms, depths and plain decoding is run. An arm left aside is tried again after a while,
+which doubles with every try that brought nothing, so that a bad draft costs ever less. Costs are measured once, before
+the first text; after that the same texts give the same rounds, whatever the clock says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from eyas.engine.costs import RoundCosts
+from eyas.engine.ngram import NgramProposer
+from eyas.engine.propose import DraftProposer
+from eyas.engine.tree import Tree
+
+FORGET = 0.95
+"""A round counts this much of the one after it: about 20 rounds are remembered."""
+HOPE, WEIGHT = 0.6, 2.0
+"""Before anything is known the first level is accepted so often, counted as so many rounds; a deeper one as often as
+the level before it."""
+PATIENCE, MOST_PATIENCE = 16, 256
+"""Rounds until an arm left aside is tried again, at first and at most."""
+LONGEST_CLASS = 4
+"""n-gram matches of this length and longer are one arm."""
+
+
+@dataclass
+class Survival:
+    """Acceptance of each level given the one before it, the latest rounds weighing most."""
+
+    hits: list[float] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """A round drafted so many levels and accepted so many. Levels it did not reach fade towards the one before."""
+        missing = max(0, drafted - len(self.tries))
+        self.hits += [0.0] * missing
+        self.tries += [0.0] * missing
+        for level in range(len(self.tries)):
+            reached = level < drafted and level <= accepted
+            self.tries[level] = FORGET * self.tries[level] + reached
+            self.hits[level] = FORGET * self.hits[level] + (reached and level < accepted)
+
+    def gained(self, depth: int) -> list[float]:
+        """Expected tokens of a round of 0, 1, ... `depth` levels, the bonus token included."""
+        gained, survival, conditional = [1.0], 1.0, HOPE
+        for level in range(depth):
+            hits, tries = (self.hits[level], self.tries[level]) if level < len(self.tries) else (0.0, 0.0)
+            conditional = (hits + WEIGHT * conditional) / (tries + WEIGHT)
+            survival *= conditional
+            gained.append(gained[-1] + survival)
+        return gained
+
+
+@dataclass
+class Arm:
+    """A source of drafted tokens: what it lately brought, and how long it has been left aside."""
+
+    survival: Survival = field(default_factory=Survival)
+    patience: int = PATIENCE
+    aside: int = 0
+    streak: int = 0
+
+    def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
+        """(tokens a second, depth) of the best of `depths`, the shallower of equals."""
+        gained = self.survival.gained(max(depths))
+        return max(((gained[d] / seconds[d], d) for d in depths), key=lambda offer: (offer[0], -offer[1]))
+
+    @property
+    def due(self) -> bool:
+        return self.aside >= self.patience
+
+    def turn(self, *, run: bool, best: bool) -> None:
+        """A round goes by in which this arm had something to offer. A try (run though not best) costs patience."""
+        self.aside = 0 if run else self.aside + 1
+        self.streak = self.streak + 1 if run and best else 0
+        if run and not best:
+            self.patience = min(MOST_PATIENCE, 2 * self.patience)
+        elif self.streak >= PATIENCE:
+            self.patience = PATIENCE
+
+
+class AdaptiveProposer:
+    """Runs the best of its sources at its best depth, plain decoding (an empty tree) included.
+
+    `fixed`: the draft's depth is not a choice, only whether it or an n-gram match drafts.
+    """
+
+    def __init__(
+        self, draft: DraftProposer | None, ngram: NgramProposer | None, costs: RoundCosts, fixed: bool = False
+    ) -> None:
+        self.draft, self.ngram, self.costs, self.fixed = draft, ngram, costs, fixed
+        self.sources = [source for source in (draft, ngram) if source is not None]
+        self.arms: dict[str, Arm] = {}
+        self._running: tuple[Arm, int] | None = None
+
+    def reserve(self, rows: int) -> None:
+        for source in self.sources:
+            source.reserve(rows)
+
+    def begin(self) -> None:
+        """A new text. What was learnt of the sources stays."""
+        self._running = None
+        for source in self.sources:
+            source.begin()
+
+    def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
+        if self._running is not None:
+            arm, drafted = self._running
+            arm.survival.learn(drafted, len(ids) - 1)
+            self._running = None
+        for source in self.sources:
+            source.observe(taps_BRA, ids, start)
+
+    def propose(self, num_steps: int) -> Tree:
+        found = self.ngram.propose(num_steps) if self.ngram else Tree()
+        offers = self._offers(num_steps, found)
+        name = self._choose({name: rate for name, (rate, _) in offers.items()})
+        if name is None:
+            return Tree()
+        depth = offers[name][1]
+        if name == "draft":
+            assert self.draft is not None, "only a draft offers as a draft"
+            tree = self.draft.propose(depth)
+        else:
+            tree = Tree(found.tokens[:depth], found.parents[:depth])
+        self._running = (self.arms[name], tree.depth) if tree.tokens else None
+        return tree
+
+    def _offers(self, num_steps: int, found: Tree) -> dict[str, tuple[float, int]]:
+        """(tokens a second, depth) of every arm that can draft now."""
+        offers = {}
+        if self.draft is not None:
+            depths = [num_steps] if self.fixed else range(1, num_steps + 1)
+            offers["draft"] = self._arm("draft").best(self.costs.draft, depths)
+        if self.ngram is not None and found.tokens:
+            name = f"ngram {min(self.ngram.match, LONGEST_CLASS)}"
+            offers[name] = self._arm(name).best(self.costs.ngram, range(1, found.depth + 1))
+        return offers
+
+    def _choose(self, rates: Mapping[str, float]) -> str | None:
+        """The arm to run, None for a plain step: the best, or one whose time for another try has come."""
+        best = max(rates, key=lambda name: rates[name], default=None)
+        rests = not (self.fixed and self.draft)
+        if best is not None and rests and rates[best] <= 1 / self.costs.ngram[0]:
+            best = None
+        due = next((name for name in rates if name != best and self.arms[name].due), None)
+        for name in rates:
+            self.arms[name].turn(run=name == (due or best), best=name == best)
+        return due or best
+
+    def _arm(self, name: str) -> Arm:
+        return self.arms.setdefault(name, Arm())

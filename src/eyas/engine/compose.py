@@ -1,0 +1,46 @@
+"""Settings to a proposer: the draft, n-gram lookup, or a choice among them and plain decoding."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from eyas.engine.adapt import AdaptiveProposer
+from eyas.engine.costs import RoundCosts, measure_rounds
+from eyas.engine.forward import TargetForward
+from eyas.engine.ngram import NgramProposer
+from eyas.engine.propose import DraftProposer, Proposer, prepared
+from eyas.models.draft import Draft
+from eyas.settings import DraftingSettings
+
+
+@dataclass(frozen=True)
+class Proposers:
+    """What drafts (None: nothing), the draft in it if there is one, and the linears whose kernels were exchanged."""
+
+    proposer: Proposer | None = None
+    draft: DraftProposer | None = None
+    linears: list[nn.Linear] = field(default_factory=list)
+    costs: RoundCosts | None = None
+
+
+def compose(
+    forward: TargetForward,
+    draft: Draft | None,
+    drafting: DraftingSettings,
+    kernels: str = "auto",
+    costs: RoundCosts | None = None,
+) -> Proposers:
+    """`drafting.num_steps` is set. `costs` None: measured where something is to be chosen by them.
+
+    Raises InputError for a draft that does not fit the target.
+    """
+    assert drafting.num_steps is not None, "an engine knows its deepest round"
+    first, linears = None, []
+    if draft is not None:
+        first = DraftProposer(prepared(draft, forward.target), drafting)
+        linears = first.settle(max(drafting.num_steps + 1, drafting.topk), kernels)
+    second = NgramProposer(drafting.ngram) if drafting.ngram else None
+    if drafting.adaptive or (first and second):
+        costs = costs or measure_rounds(forward, first, drafting.num_steps)
+        return Proposers(AdaptiveProposer(first, second, costs, not drafting.adaptive), first, linears, costs)
+    return Proposers(first or second, first, linears)
