@@ -37,3 +37,21 @@ class ReplayProposer:
 
     def _at(self, index: int) -> int:
         return self.text[index] if index < len(self.text) else 0
+
+
+class BranchingProposer(ReplayProposer):
+    """Drafts a tree: at every level a wrong token and the right one, which is left out where `wrong(i)`; both go on."""
+
+    def propose(self, num_steps: int) -> Tree:
+        tokens: list[int] = []
+        parents: list[int] = []
+        path = 0
+        for index in range(self.next_index, self.next_index + num_steps):
+            right, below = self._at(index), path
+            for offset in (1, 2) if self.wrong(index) else (1, 0):
+                tokens.append((right + offset) % self.vocab_size)
+                parents.append(below)
+                path = len(tokens)
+            tokens.append((right + 5) % self.vocab_size)
+            parents.append(path)
+        return Tree(tuple(tokens), tuple(parents))

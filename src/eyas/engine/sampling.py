@@ -3,7 +3,7 @@
 The draw of output position i uses one uniform number, a hash of (seed, i), and nothing else that is random. A verify
 row's choice is therefore the very token that plain decoding would choose there, and a drafted token stands where it is
 that token: it is accepted with probability p(x), and what is emitted in its stead has p without x, renormalised, which
-is the rule for tokens drafted without chance (docs/decisions/0070-one-draw-a-position.md).
+is the rule for tokens drafted without chance (docs/decisions/0025-one-draw-a-position.md).
 
 Order of what is done to logits: Hugging Face's generate (bias, penalties, temperature, top-k, top-p, min-p).
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.settings import SamplingSettings
 
-HEAD = 1024
-"""Most likely tokens that are looked at first: sorting a whole vocabulary costs as much as a small target's step."""
+HEAD, SPARE = 1024, 64
+"""So many of the likeliest tokens are looked at first (for top-k: that many more than k), and all of them only where
+what was not seen might belong: sorting a whole vocabulary costs as much as a small target's step."""
 
 
 class Sampler:
@@ -98,23 +99,26 @@ def kept(logits_V: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
 def _nucleus(probabilities_V: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Ids and probabilities left by top-k, then by top-p of what that left, most likely first, ties by id."""
     size = len(probabilities_V)
-    head = max(HEAD, top_k)
-    for count in (min(head, size), size):
-        weights, ids = probabilities_V.topk(count)
-        ids, order = ids.sort()
-        weights, order = weights[order].sort(descending=True, stable=True)
-        ids = ids[order]
-        last, total = weights[-1].clone(), probabilities_V.sum()
-        if top_k:
-            inside = weights >= weights[min(top_k, count) - 1]
-            ids, weights, total = ids[inside], weights[inside], weights[inside].sum()
-        before = weights.cumsum(0) - weights
-        inside = before < top_p * total
-        ids, weights = ids[inside], weights[inside]
-        # Everything kept is likelier than what was not looked at, so that cannot belong here.
-        if count == size or float(weights[-1]) > float(last):
-            break
-    return ids, weights
+    for count in (min(top_k + SPARE if top_k else HEAD, size), size):
+        weights, ids = _ordered(probabilities_V, count)
+        unseen = float(weights[-1]) if count < size else -1.0
+        total = probabilities_V.sum()
+        if top_k and top_k < size:
+            if float(weights[top_k - 1]) <= unseen:
+                continue
+            inside = weights >= weights[top_k - 1]
+            ids, weights, total, unseen = ids[inside], weights[inside], weights[inside].sum(), -1.0
+        inside = weights.cumsum(0) - weights < top_p * total
+        if float(weights[inside][-1]) > unseen:
+            return ids[inside], weights[inside]
+    raise AssertionError("the whole vocabulary leaves nothing unseen")
+
+
+def _ordered(probabilities_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest probabilities and their ids, equals by id."""
+    ids = probabilities_V.topk(count).indices.sort().values
+    weights, order = probabilities_V[ids].sort(descending=True, stable=True)
+    return weights, ids[order]
 
 
 def _positive(ids: Tensor, weights: Tensor, min_p: float) -> tuple[Tensor, Tensor]:
