@@ -6,6 +6,7 @@
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-train bench-respond bench-capture   figures, as ratios
+# make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -16,9 +17,9 @@ PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
 PEERS_LIST := tests/conformance/requirements.txt
 
-.PHONY: help setup demo test lint test-lossless setup-peers test-peers wiring-table
+.PHONY: help setup demo test lint test-lossless setup-peers test-peers bench-training wiring-table
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 setup: $(READY)
 
@@ -61,6 +62,9 @@ test-peers: $(READY) $(PEERS_READY)
 
 wiring-table: $(READY)
 	$(BIN)/python benchmarks/wiring_table.py
+
+bench-training: $(READY) $(PEERS_READY)
+	$(BIN)/python benchmarks/bench_training.py
 
 bench-%: $(READY)
 	$(BIN)/python benchmarks/bench_$*.py

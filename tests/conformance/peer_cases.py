@@ -8,15 +8,20 @@ Shapes: L a document's tokens, A width of the taps, H hidden, V target vocabular
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.draft import Draft
 from eyas.models.vocab import build_vocab, target_ids
+from eyas.training.loss import Batch
+from eyas.training.rows import supervise
+from eyas.training.teacher import Teacher
 
 DECAY = 0.8
 BASE: dict[str, Any] = {
@@ -194,6 +199,28 @@ def peer_masks(case: Case, made: Material, one: Document) -> dict[str, Tensor]:
         "speculators": ((place_L <= length - 2) & made.draft.t2d[one.argmax_L]).long(),
         "specforge": (place_L <= length - 3).long(),
     }
+
+
+def batch_of(case: Case, made: Material) -> Batch:
+    """The documents packed, as we train them."""
+    documents = made.documents
+    return Batch(
+        samples=(case.name,),
+        ids_T=torch.cat([one.ids_L for one in documents]),
+        taps_TA=torch.cat([one.taps_LA for one in documents]),
+        last_hidden_TH=torch.cat([one.last_hidden_LH for one in documents]),
+        argmax_T=torch.cat([one.argmax_L for one in documents]),
+        rows=supervise(torch.cat([one.mask_L for one in documents]), [len(one.ids_L) for one in documents], case.steps),
+    )
+
+
+def teacher_of(made: Material) -> Teacher:
+    width = made.head_VH.shape[1]
+    head, norm = nn.Linear(width, len(made.head_VH), bias=False), LlamaRMSNorm(width, made.draft.config.rms_norm_eps)
+    head.weight = nn.Parameter(made.head_VH, requires_grad=False)
+    norm.weight = nn.Parameter(made.norm_H, requires_grad=False)
+    target = SimpleNamespace(head=head, final_norm=norm, scaled=lambda logits: logits)
+    return Teacher(target, target_ids(made.draft.d2t), "before")  # type: ignore[arg-type]
 
 
 def write_case(folder: Path, case: Case, made: Material) -> None:

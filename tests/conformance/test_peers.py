@@ -8,23 +8,19 @@ import os
 import subprocess
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import Tensor
 
 from eyas.models.draft import Draft
-from eyas.models.vocab import draft_ids, target_ids
+from eyas.models.vocab import draft_ids
 from eyas.recipe import TrainSettings
 from eyas.training import attention
 from eyas.training.loop import row_weights
-from eyas.training.loss import Batch, in_vocabulary, ttt_loss, unroll
-from eyas.training.rows import supervise
-from eyas.training.teacher import Teacher
-from peer_cases import CASES, DECAY, WINDOW, Case, Material, material, write_case
+from eyas.training.loss import in_vocabulary, ttt_loss, unroll
+from peer_cases import CASES, DECAY, WINDOW, Material, batch_of, material, teacher_of, write_case
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -59,36 +55,13 @@ def theirs_of(peers: Path, name: str, run: str) -> dict[str, Tensor]:
     return load_file(peers / f"{name}.{run.replace('/', '.')}.safetensors")
 
 
-def batch_of(case: Case) -> Batch:
-    documents = made(case.name).documents
-    lengths = [len(one.ids_L) for one in documents]
-    return Batch(
-        samples=(case.name,),
-        ids_T=torch.cat([one.ids_L for one in documents]),
-        taps_TA=torch.cat([one.taps_LA for one in documents]),
-        last_hidden_TH=torch.cat([one.last_hidden_LH for one in documents]),
-        argmax_T=torch.cat([one.argmax_L for one in documents]),
-        rows=supervise(torch.cat([one.mask_L for one in documents]), lengths, case.steps),
-    )
-
-
-def teacher_of(name: str) -> Teacher:
-    one = made(name)
-    width, eps = one.head_VH.shape[1], one.draft.config.rms_norm_eps
-    head, norm = nn.Linear(width, len(one.head_VH), bias=False), LlamaRMSNorm(width, eps)
-    head.weight = nn.Parameter(one.head_VH, requires_grad=False)
-    norm.weight = nn.Parameter(one.norm_H, requires_grad=False)
-    target = SimpleNamespace(head=head, final_norm=norm, scaled=lambda logits: logits)
-    return Teacher(target, target_ids(one.draft.d2t), "before")  # type: ignore[arg-type]
-
-
 def apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def compare(theirs: dict[str, Tensor], name: str, draft: Draft | None = None, pace: int = 1) -> list[float]:
     """How far our logits are from a peer's at each step, over every supervised row."""
-    batch, draft = batch_of(BY_NAME[name]), draft or made(name).draft
+    batch, draft = batch_of(BY_NAME[name], made(name)), draft or made(name).draft
     starts, out = batch.rows.starts, []
     with torch.no_grad():
         hidden = unroll(draft, batch.taps_TA, batch.ids_T, batch.rows, pace)
@@ -111,7 +84,7 @@ def test_every_step_has_the_peers_logits(peers: Path, name: str, run: str) -> No
 def test_loss_and_gradients_are_the_peers(peers: Path, name: str, run: str) -> None:
     """speculators logs the divergence: cross-entropy less the teacher's entropy, over the rows in the loss of a step.
     SpecForge divides by all rows. Both weigh step s by 0.8 ** s here (the default of speculators is 1)."""
-    draft, batch, teacher = made(name).draft, batch_of(BY_NAME[name]), teacher_of(name)
+    draft, batch, teacher = made(name).draft, batch_of(BY_NAME[name], made(name)), teacher_of(made(name))
     theirs, peer = theirs_of(peers, name, run), run.split("/")[0]
     denominator = {"speculators": "supervised", "specforge": "all"}[peer]
     settings = TrainSettings(step_decay=DECAY, denominator=denominator)
@@ -149,7 +122,7 @@ def test_which_rows_each_trains(peers: Path) -> None:
         return [theirs[f"trained.0.{step}"].nonzero()[:, 0].tolist() for step in range(3)]
 
     case = BY_NAME["rows"]
-    ours = [index.tolist() for index in batch_of(case).rows.index]
+    ours = [index.tolist() for index in batch_of(case, made("rows")).rows.index]
     assert ours == [[4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8], [4, 5, 6, 7]]
     sayable_L = made("rows").draft.t2d[made("rows").documents[0].argmax_L]
     assert trained("speculators/sdpa") == [[4, 5, 6, 7, 8, 9, 10], [3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 7, 8]]
@@ -165,7 +138,7 @@ def test_a_document_whose_answer_starts_at_once_is_entered_by_the_one_before(pee
     theirs = theirs_of(peers, "short_prompt", "speculators/sdpa")
     first = [theirs[f"trained.0.{step}"].nonzero()[:, 0].tolist() for step in range(3)]
     assert first == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]]
-    ours = [index[index < 8].tolist() for index in batch_of(BY_NAME["short_prompt"]).rows.index]
+    ours = [index[index < 8].tolist() for index in batch_of(BY_NAME["short_prompt"], made("short_prompt")).rows.index]
     assert ours == [[2, 3, 4, 5], [2, 3, 4], [2, 3]]
 
 
