@@ -1,6 +1,6 @@
 """Training beside speculators' and SpecForge's own loss code: the same weights and documents, step by step in turn.
 
-    python benchmarks/bench_training.py [--ttt 3 7] [--answers] [--rounds 3] [--threads 1]     (make bench-training)
+    python benchmarks/bench_training.py [--ttt 3 7] [--answers] [--rounds 2] [--threads 1]     (make bench-training)
 
 Each trains in a process and an environment of its own; they take turns, one step each, so that a busy machine slows
 all three alike. A step is collation, teacher, forward, backward, clipping and AdamW, in float32, on documents of one
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--answers", action="store_true", help="prompts out of the loss")
     parser.add_argument("--documents", type=int, default=10, help=f"of {LENGTH} tokens, in a step")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="with SpecForge's torch.compile")
     parser.add_argument(
