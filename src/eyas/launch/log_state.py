@@ -3,17 +3,21 @@
 A log alone never says stuck: silence is no evidence (docs/causes.md).
 """
 
+import copy
 import os
 import stat
+import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO
 
 from eyas.errors import InputError
-from eyas.launch.lines import LineSplitter, printable
+from eyas.launch.causes import UNEXPLAINED, UNEXPLAINED_ADVICE
+from eyas.launch.lines import LineSplitter, shown
+from eyas.launch.phases import STATES, Engine
+from eyas.launch.reading import Reading
 
-Engine = Literal["sglang", "vllm", "embedded", "llamacpp"]
 BLOCK_BYTES = 1 << 18
 FINGERPRINT_BYTES = 64
 
@@ -59,27 +63,32 @@ class LogReader:
         self._fingerprint = b""
         self._splitter = LineSplitter()
         self._bytes_read = 0
-        self._lines = 0
-        self._last: list[str] = []
+        self._reading = Reading(today=datetime.now())
 
-    def poll(self) -> LogState:
-        """The state after all that was written since the last poll."""
+    def poll(self, limit: int | None = None) -> LogState:
+        """The state after what was written since the last poll, `limit` bytes of it at the most."""
         self._follow_truncation()
-        self._drain()
-        if self._rotated():
+        self._drain(limit)
+        if self.behind == 0 and self._rotated():
             self._file.close()
             self._file = _open(self.path)
-            self._fingerprint = b""
-            self._drain()
+            self._begin_file()
+            self._drain(limit)
         return self._state()
 
-    def _drain(self) -> None:
-        while block := self._file.read(BLOCK_BYTES):
+    @property
+    def behind(self) -> int:
+        """Bytes of the file that are not read yet."""
+        return max(0, os.fstat(self._file.fileno()).st_size - self._file.tell())
+
+    def _drain(self, limit: int | None) -> None:
+        left = limit if limit is not None else sys.maxsize
+        while left > 0 and (block := self._file.read(min(left, BLOCK_BYTES))):
+            left -= len(block)
             self._bytes_read += len(block)
             self._fingerprint = (self._fingerprint + block)[-FINGERPRINT_BYTES:]
             for line in self._splitter.feed(block):
-                self._lines += 1
-                self._last = [*self._last[-19:], line]
+                self._reading.read(line)
 
     def _follow_truncation(self) -> None:
         """Start over where the bytes already read are no longer what the file holds."""
@@ -87,7 +96,12 @@ class LogReader:
         known = self._fingerprint
         if os.pread(self._file.fileno(), len(known), at - len(known)) != known:
             self._file.seek(0)
-            self._fingerprint = b""
+            self._begin_file()
+
+    def _begin_file(self) -> None:
+        self._fingerprint = b""
+        if rest := self._splitter.cut():
+            self._reading.read(rest)
 
     def _rotated(self) -> bool:
         try:
@@ -98,13 +112,37 @@ class LogReader:
         return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     def _state(self) -> LogState:
-        rest = self._splitter.rest()
-        shown = [*self._last, rest] if rest else self._last
-        return LogState(
-            last_lines=tuple(printable(line) for line in shown[-20:]),
-            lines=self._lines + bool(rest),
-            bytes_read=self._bytes_read,
-        )
+        reading = self._reading
+        if rest := self._splitter.rest():
+            reading = copy.deepcopy(reading)
+            reading.read(rest)
+        return _state(reading, self._bytes_read)
+
+
+def _state(reading: Reading, bytes_read: int) -> LogState:
+    seen = {
+        "last_lines": tuple(shown(line) for line in reading.kept),
+        "last_time": reading.last_time(),
+        "lines": reading.lines,
+        "bytes_read": bytes_read,
+    }
+    if reading.engine is None:
+        return LogState(**seen)
+    phase = reading.phase or (None if reading.end else "args")
+    state = reading.end or STATES[phase or "args"]
+    why = reading.clues.best(reading.end) if reading.end else None
+    return LogState(
+        engine=reading.engine,
+        state=state,
+        phase=phase,
+        progress=reading.progress,
+        shards=reading.shards,
+        cause=(UNEXPLAINED if why.kind == "end" else why.code) if why else None,
+        evidence=why.line() if why else None,
+        advice=(UNEXPLAINED_ADVICE if why.kind == "end" else why.advice) if why else None,
+        phase_starts=dict(reading.phase_starts),
+        **seen,
+    )
 
 
 def read_log(path: Path) -> LogState:
@@ -112,7 +150,7 @@ def read_log(path: Path) -> LogState:
     return LogReader(path).poll()
 
 
-def _open(path: Path):
+def _open(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise _no_log(path, "not a regular file")

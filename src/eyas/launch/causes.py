@@ -1,0 +1,99 @@
+"""Why servers die: the table (causes.toml), and what a line of a log means by it.
+
+Opposite advices that look alike are rows of their own: "Not enough memory" asks for a larger --mem-fraction-static, a
+CUDA out of memory for a smaller one.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from eyas.launch.known_flags import nearest_flag
+from eyas.launch.phases import Engine
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A row: what a line of a failing server means, and what to change.
+
+    `kind` decides between rows that fit different lines of one failure: a root explains; a symptom is what a root does
+    to others (a compiler that failed, a peer that left); an end only says that the server is gone.
+    """
+
+    code: str
+    words: tuple[str, ...]
+    """The message holds one of these: asked before the pattern, which costs more."""
+    pattern: str
+    """Searched for in the message; its named groups may stand in `advice`."""
+    advice: str
+    """A line to change or to type. {named} groups of the pattern are filled in."""
+    seen: str
+    """Where the words come from: an engine's file and version, or a case."""
+    engines: tuple[Engine, ...] = ()
+    """Whose lines these are; empty: anybody's."""
+    kind: Literal["root", "symptom", "end"] = "root"
+    fatal: bool = False
+    """The line alone means that the server is gone (`state`), whatever follows."""
+    raw: bool = False
+    """Also outside tracebacks and error records: in what a compiler, a shell or C++ prints."""
+    phases: tuple[str, ...] = ()
+    """Only while the server is in one of these phases; empty: in any."""
+    state: Literal["crashed", "stopped"] = "crashed"
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.pattern)
+
+    def advise(self, match: re.Match[str]) -> str:
+        """The advice with what the line says filled in."""
+        said = {name: value or "?" for name, value in match.groupdict().items()}
+        if "{near}" in self.advice:
+            said["near"] = nearest_flag(program(said.get("prog", "")) or "", said["flag"])
+        return self.advice.format(**said) if "{" in self.advice else self.advice
+
+
+def _table() -> tuple[Cause, ...]:
+    rows = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))["cause"]
+    return tuple(Cause(**_row(row)) for row in rows)
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+
+TABLE = _table()
+UNEXPLAINED = "unexplained"
+"""The code of a failure that no row fits: its evidence is an exception with its innermost frame."""
+UNEXPLAINED_ADVICE = "no row of docs/causes.md fits: read the log from the evidence line on"
+WORDS = tuple((word, row) for row in TABLE for word in row.words)
+RAW_WORDS = tuple((word, row) for word, row in WORDS if row.raw)
+
+
+def find(message: str, engine: str | None, phase: str | None, raw: bool) -> tuple[Cause, re.Match[str]] | None:
+    """The first row that fits, or None. `raw`: only rows that also count outside tracebacks and error records."""
+    for word, row in RAW_WORDS if raw else WORDS:
+        if word not in message:
+            continue
+        if (engine and row.engines and engine not in row.engines) or (row.phases and phase not in row.phases):
+            continue
+        if match := row.regex.search(message):
+            return row, match
+    return None
+
+
+def engine_named(row: Cause, match: re.Match[str]) -> Engine | None:
+    """The engine that the row or the line itself names: a program in a usage error, a module that is missing."""
+    said = match.groupdict()
+    named = program(said.get("prog") or said.get("engine") or "")
+    return named or (row.engines[0] if len(row.engines) == 1 else None)
+
+
+PROGRAMS: dict[Engine, tuple[str, ...]] = {"sglang": ("sglang", "launch_server"), "vllm": ("vllm", "api_server"), "embedded": ("eyas",)}
+
+
+def program(name: str) -> Engine | None:
+    """The engine whose server a program of this name starts."""
+    return next((engine for engine, marks in PROGRAMS.items() if any(mark in name for mark in marks)), None)
