@@ -7,7 +7,7 @@ CUDA out of memory for a smaller one.
 import re
 import tomllib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,10 +70,23 @@ UNEXPLAINED = "unexplained"
 UNEXPLAINED_ADVICE = "no row of docs/causes.md fits: read the log from the evidence line on"
 WORDS = tuple((word, row) for row in TABLE for word in row.words)
 RAW_WORDS = tuple((word, row) for word, row in WORDS if row.raw)
+NO_DIGITS = str.maketrans("123456789", "0" * 9)
+SHAPES = tuple({word.translate(NO_DIGITS) for word, _ in WORDS})
+SHORT = 300
+REQUESTS = ("Receive: ", "Receive OpenAI: ", "Finish: ", "Received request ", "Generated response ")
+"""What both engines print of requests: the words are a user's."""
+
+
+@lru_cache(maxsize=4096)
+def _silent(shape: str) -> bool:
+    """No row fits a message of this shape (its digits are all 0): floods repeat their shape, and are asked once."""
+    return not any(word in shape for word in SHAPES)
 
 
 def find(message: str, engine: str | None, phase: str | None, raw: bool) -> tuple[Cause, re.Match[str]] | None:
     """The first row that fits, or None. `raw`: only rows that also count outside tracebacks and error records."""
+    if message.startswith(REQUESTS) or (len(message) < SHORT and _silent(message.translate(NO_DIGITS))):
+        return None
     for word, row in RAW_WORDS if raw else WORDS:
         if word not in message:
             continue
@@ -91,7 +104,11 @@ def engine_named(row: Cause, match: re.Match[str]) -> Engine | None:
     return named or (row.engines[0] if len(row.engines) == 1 else None)
 
 
-PROGRAMS: dict[Engine, tuple[str, ...]] = {"sglang": ("sglang", "launch_server"), "vllm": ("vllm", "api_server"), "embedded": ("eyas",)}
+PROGRAMS: dict[Engine, tuple[str, ...]] = {
+    "sglang": ("sglang", "launch_server"),
+    "vllm": ("vllm", "api_server"),
+    "embedded": ("eyas",),
+}
 
 
 def program(name: str) -> Engine | None:

@@ -30,6 +30,8 @@ class Reading:
     today: datetime
     lines: int = 0
     kept: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    bar: str | None = None
+    """The name of the bar that the last line kept is an update of."""
     engine: Engine | None = None
     hint: Engine | None = None
     phase: str | None = None
@@ -82,10 +84,12 @@ class Reading:
 
     def _keep(self, line: Line, bar: re.Match[str] | None) -> None:
         """A bar's update takes the place of the one before it."""
-        if bar and self.kept and (old := BAR.match(parse(self.kept[-1]).message)) and old["what"] == bar["what"]:
+        what = bar["what"] if bar else None
+        if what is not None and what == self.bar:
             self.kept.pop()
-        if line.message.strip():
+        if line.message and not line.message.isspace():
             self.kept.append(line.text)
+            self.bar = what
 
     def _whose(self, line: Line) -> None:
         if line.source and VLLM_PROCESS.match(line.source):
@@ -100,7 +104,7 @@ class Reading:
         if line.message == phases.STARTUP_COMPLETE:
             self._enter("ready" if self.engine == "vllm" else "http", line)
             return True
-        if "HTTP/1" in line.message and line.level == "INFO" and (access := phases.ACCESS.match(line.message)):
+        if line.level == "INFO" and "HTTP/1" in line.message and (access := phases.ACCESS.match(line.message)):
             self._access(access, line)
             return True
         if self.engine in (None, "vllm") and line.headed == "vllm" and phases.BANNER.match(line.message):
