@@ -196,6 +196,46 @@ class TraceSettings(Section):
     """Forwards of the target after which nothing more is recorded."""
 
 
+class ServeSettings(Section):
+    """A server: which engine, in which Python, with which draft and flags."""
+
+    engine: str = "embedded"
+    """`embedded`, `sglang` or `vllm`; `sglang@0.5.23` to hold preflight to a release other than the installed one."""
+    python: str | None = None
+    """The interpreter that has the engine; none means the one that runs Eyas."""
+    draft: str | None = None
+    """The draft's export folder or hub id; none means runs/NAME/export where it is complete."""
+    plain: bool = False
+    """Serve the target without a draft: the baseline."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port; none means the engine's own (SGLang 30000, others 8000)."""
+    num_steps: int | None = Field(default=None, ge=1, le=64)
+    """Drafted tokens in depth; none means the draft's trained length (its `eyas` block), else 3."""
+    topk: int = Field(default=1, ge=1)
+    """Branches a step: 1 is a chain; vLLM knows chains only."""
+    num_draft_tokens: int | None = Field(default=None, ge=2)
+    """Tokens verified a round; none means num_steps + 1 for a chain and as many as fit, at most 8, for a tree."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs the target is split over."""
+    engine_args: tuple[str, ...] = ()
+    """Passed through as they are; what contradicts the settings above is refused by name."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment added for the engine."""
+    trace: bool = False
+    """Record what the engine captures and feeds its draft (docs/trace.md); disables graphs, so it is slow."""
+    give_up_s: float = Field(default=600.0, gt=0)
+    """Seconds a start may stay stuck before it is stopped and the command fails."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != "embedded" and parse_engine(name).name not in ("sglang", "vllm"):
+            raise ValueError(f"{name} cannot be served: embedded, sglang or vllm")
+        return name
+
+
 class Recipe(Section):
     """Everything `eyas run` needs."""
 
@@ -210,6 +250,7 @@ class Recipe(Section):
     evaluate: EvaluateSettings = EvaluateSettings()
     export: ExportSettings = ExportSettings()
     bench: BenchSettings = BenchSettings()
+    serve: ServeSettings = ServeSettings()
 
 
 def packaged_recipes() -> list[str]:
@@ -244,6 +285,14 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
     for override in overrides:
         _override(values, override)
     return validate(Recipe, values, where)
+
+
+def recipe_of(overrides: tuple[str, ...]) -> Recipe:
+    """A recipe of defaults with `section.key=value` laid over them."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _override(values, override)
+    return validate(Recipe, values, "the command line")
 
 
 def _read_text(path: Path) -> str:

@@ -76,6 +76,10 @@ class LogReader:
             self._drain(limit)
         return self._state()
 
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+
     @property
     def behind(self) -> int:
         """Bytes of the file that are not read yet."""
@@ -147,7 +151,11 @@ def _state(reading: Reading, bytes_read: int) -> LogState:
 
 def read_log(path: Path) -> LogState:
     """The whole log at once. Raises `InputError` where there is none."""
-    return LogReader(path).poll()
+    reader = LogReader(path)
+    try:
+        return reader.poll()
+    finally:
+        reader.close()
 
 
 def _open(path: Path) -> BinaryIO:

@@ -1,0 +1,143 @@
+"""Engine arguments passed through: contradictions of the derived ones are refused by name, unknown flags said."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eyas.errors import InputError
+from eyas.launch.arguments import SGLANG_FLAGS, VLLM_FLAGS
+from eyas.launch.known_flags import known_flags, nearest_flag
+
+Pair = tuple[str, tuple[str, ...]]
+"""A flag and the words after it."""
+RELEASES = {"sglang": "sglang 0.5.23", "vllm": "vllm 0.33"}
+EMBEDDED_FLAGS = {
+    "--target": "target",
+    "--draft": "draft",
+    "--host": "host",
+    "--port": "port",
+    "--num-steps": "num_steps",
+    "--topk": "topk",
+    "--num-draft-tokens": "num_draft_tokens",
+}
+NAMES = {
+    "embedded": EMBEDDED_FLAGS,
+    "sglang": {**SGLANG_FLAGS, "--host": "host"},
+    "vllm": {**VLLM_FLAGS, "--host": "host"},
+}
+DRAFT_ONLY = ("algorithm", "draft", "num_steps", "topk", "num_draft_tokens")
+
+
+def split_flags(words: Sequence[str]) -> list[Pair]:
+    """Words as flags with what follows them; `--flag=value` is split. Raises InputError for a word before any flag."""
+    pairs: list[Pair] = []
+    for word in words:
+        if word.startswith("-") and not _is_number(word):
+            flag, equals, value = word.partition("=")
+            pairs.append((flag, (value,) if equals else ()))
+        elif pairs:
+            pairs[-1] = (pairs[-1][0], (*pairs[-1][1], word))
+        else:
+            raise InputError(
+                wanted="engine arguments that begin with a flag",
+                got=repr(word),
+                where="--engine-args",
+                next="name the target with --target; flags as in --engine-args '--max-model-len 8192'",
+            )
+    return pairs
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+        return True
+    except ValueError:
+        return False
+
+
+def pass_through(
+    engine: str, words: Sequence[str], derived: Sequence[Pair], draft: str | None
+) -> tuple[list[Pair], list[Pair]]:
+    """(passed-through pairs without repetitions of derived ones, derived pairs with vLLM's JSON merged)."""
+    names, own = NAMES[engine], {}
+    for flag, values in derived:
+        own[names.get(flag, flag)] = (flag, values)
+    passed: list[Pair] = []
+    for flag, values in split_flags(words):
+        name = names.get(flag.replace("_", "-"), flag)
+        if name == "speculative":
+            own[name] = (own.get(name, (flag, ()))[0], (_merge(flag, own.get(name), values, draft),))
+        elif name in own:
+            if own[name][1] != values:
+                raise _contradiction(flag, " ".join(values), own[name][0], " ".join(own[name][1]), name)
+        elif name in DRAFT_ONLY and engine != "vllm" and not _other_method(names, words):
+            raise _contradiction(flag, " ".join(values), "no draft", "a server without speculation", name)
+        else:
+            passed.append((flag, values))
+    return passed, list(own.values())
+
+
+def _other_method(names: Mapping[str, str], words: Sequence[str]) -> bool:
+    """Speculation that needs no EAGLE-3 draft (NGRAM and the like) is the person's own affair."""
+    chosen = [values for flag, values in split_flags(words) if names.get(flag) == "algorithm"]
+    return bool(chosen) and not any("EAGLE" in value.upper() for values in chosen for value in values)
+
+
+def _merge(flag: str, own: Pair | None, values: tuple[str, ...], draft: str | None) -> str:
+    """vLLM's speculative JSON of the person's over ours: further keys are kept, contradicting ones refused."""
+    try:
+        theirs: Any = json.loads(" ".join(values))
+    except ValueError as error:
+        raise InputError(
+            wanted=f"JSON for {flag}", got=" ".join(values), where="--engine-args", next=f"{flag} '{{}}'"
+        ) from error
+    if not isinstance(theirs, dict):
+        raise InputError(
+            wanted=f"a JSON object for {flag}", got=str(theirs), where="--engine-args", next=f"{flag} {{}}"
+        )
+    ours: dict[str, Any] = json.loads(own[1][0]) if own is not None else {}
+    if draft is None and "eagle" in str(theirs.get("method", theirs.get("model", ""))).lower():
+        raise _contradiction(flag, json.dumps(theirs), "no draft", "a server without speculation", "draft")
+    for key, value in ours.items():
+        if key in theirs and theirs[key] != value:
+            raise _contradiction(f"{flag} {key}", str(theirs[key]), f'"{key}"', str(value), key)
+    return json.dumps(ours | theirs)
+
+
+SETTING = {
+    "target": "--target",
+    "draft": "--draft",
+    "model": "--draft",
+    "tp": "--tensor-parallel",
+    "num_steps": "--num-steps",
+    "num_speculative_tokens": "--num-steps",
+    "topk": "--topk",
+    "num_draft_tokens": "--num-draft-tokens",
+    "port": "--port",
+    "host": "--host",
+}
+"""Which setting of ours decides what a flag of the engine says."""
+
+
+def _contradiction(flag: str, got: str, ours: str, value: str, name: str) -> InputError:
+    setting = SETTING.get(name)
+    always = "an EAGLE-3 draft is never started with another algorithm" if name in ("algorithm", "method") else None
+    return InputError(
+        wanted=f"{ours} {value}".strip() + (f": {always}" if always else ""),
+        got=f"{flag} {got}".strip(),
+        where="--engine-args",
+        next=f"leave {flag.split()[0]} out" + (f"; say it by {setting} {got}" if setting and not always else ""),
+    )
+
+
+def unknown_flags(engine: str, flags: Sequence[str]) -> list[str]:
+    """A note for each flag that the read release's parser does not have; another release may."""
+    known, notes = known_flags(engine) if engine in RELEASES else frozenset(), []
+    for flag in flags:
+        plain = flag.replace("_", "-").partition(".")[0]
+        positive = plain.replace("--no-", "--", 1)
+        if known and plain.startswith("--") and not known & {plain, positive}:
+            notes.append(
+                f"{flag} is no flag of {RELEASES[engine]}{nearest_flag(engine, plain)}: the engine will refuse it"
+            )
+    return notes

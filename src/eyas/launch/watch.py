@@ -1,0 +1,109 @@
+"""Look at one server again and again: what is cheap each time, what costs in turns; decided by launch/state."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from eyas.clients.health import Prober
+from eyas.launch.evidence import Evidence, Port, Processes, ProcessWatch, gpu_bytes, port_of
+from eyas.launch.find import Found
+from eyas.launch.gpus import Gpu, gpus
+from eyas.launch.history import Expectation
+from eyas.launch.log_state import LogReader, LogState
+from eyas.launch.state import Memory, Status, decide
+
+LOOK_S = 0.25
+"""A death is told within a second: four looks a second, each of one small file and one line of /proc."""
+TREE_S, GPU_S, PORT_S = 2.0, 2.0, 5.0
+PROBE_S, READY_PROBE_S = 0.5, 5.0
+
+
+@dataclass
+class Turn:
+    """Something that is looked at every so often."""
+
+    every_s: float
+    last: float = field(default=float("-inf"))
+
+    def due(self, now: float) -> bool:
+        if now - self.last < self.every_s:
+            return False
+        self.last = now
+        return True
+
+
+class Watch:
+    """One server under watch: `look()` as often as wanted."""
+
+    def __init__(
+        self, found: Found, expected: Expectation | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.found, self.expected, self.clock = found, expected or Expectation(), clock
+        begun = found.server.started if found.server is not None else found.created
+        self.memory = Memory(begun=begun)
+        self.log: LogState | None = None
+        self.gpus: list[Gpu] | None = None
+        self.processes: Processes | None = None
+        self._reader = None if found.log is None else LogReader(found.log)
+        self._tree = None if found.pid is None else ProcessWatch(found.pid, found.created, found.folder)
+        self._prober = None if found.url is None else Prober(found.url, PROBE_S)
+        self._port: Port | None = None
+        self._turns = {"tree": Turn(TREE_S), "gpus": Turn(GPU_S), "port": Turn(PORT_S)}
+        self._has_gpus = True
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return () if self.processes is None else self.processes.pids
+
+    def look(self) -> Status:
+        """What is so now."""
+        now = self.clock()
+        if self._reader is not None:
+            self.log = self._reader.poll()
+        self.processes = self._look_at_processes(now)
+        if self._has_gpus and self._turns["gpus"].due(now):
+            self.gpus = gpus()
+            self._has_gpus = self.gpus is not None
+        health = None
+        if self._prober is not None and (self.processes is None or self.processes.alive):
+            health = self._prober.poll(PROBE_S if self.memory.ready_at is None else READY_PROBE_S)
+            self._look_at_port(now, health is not None and health.ready)
+        seen = Evidence(now, self.log, self.processes, gpu_bytes(self.gpus), self._port, health)
+        self.memory, status = decide(self.memory, seen, self.expected)
+        return status if status.engine is not None else replace(status, engine=self.found.engine)
+
+    def once(self) -> Status:
+        """One look with a probe brought to its end."""
+        if self._prober is not None:
+            self._prober.wait()
+        return self.look()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._prober is not None:
+            self._prober.close()
+
+    def _look_at_processes(self, now: float) -> Processes | None:
+        if self._tree is None:
+            return None
+        if self.processes is None or self._turns["tree"].due(now):
+            return self._tree.look()
+        alive, ended = self._tree.alive()
+        return replace(self.processes, alive=alive, exit=ended)
+
+    def _look_at_port(self, now: float, answered: bool) -> None:
+        """Whose the port is: asked in turns, and at once when something first answers."""
+        first = answered and (self._port is None or not self._port.listening)
+        if self._tree is None or not (self._turns["port"].due(now) or first):
+            return
+        parts = urlsplit(self.found.url or "")
+        if parts.port is not None:
+            self._port = port_of(parts.port, self.pids, parts.hostname or "127.0.0.1")
+
+
+def log_only(path: Path) -> Found:
+    """A log and nothing else."""
+    return Found(log=path)
