@@ -7,7 +7,7 @@ EyasError
 `-- ServerDied            exit 3: a supervised process died or never became ready
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -28,9 +28,13 @@ class EyasError(Exception):
         super().__init__(f"wanted {wanted}; got {self.got}; at {where}; next: {next}")
 
     def as_dict(self) -> dict[str, str]:
-        """The body of `{"error": ...}` under --json."""
+        """The four parts, and the code where there is one."""
         code = {} if self.code is None else {"code": self.code}
         return {"wanted": self.wanted, "got": self.got, "where": self.where, "next": self.next, **code}
+
+    def as_json(self) -> dict[str, object]:
+        """The body of `{"error": ...}` under --json: the parts, and what a kind of error adds."""
+        return dict(self.as_dict())
 
 
 class InputError(EyasError):
@@ -48,9 +52,18 @@ class CheckFailed(EyasError):
 
 
 class ServerDied(EyasError):
-    """A supervised process died or never became ready."""
+    """A supervised process died or never became ready. `facts` (state, cause, evidence, ...) join the JSON."""
 
     exit_code = 3
+
+    def __init__(
+        self, *, wanted: str, got: str, where: str, next: str, facts: Mapping[str, object] | None = None
+    ) -> None:
+        super().__init__(wanted=wanted, got=got, where=where, next=next)
+        self.facts = dict(facts or {})
+
+    def as_json(self) -> dict[str, object]:
+        return {**self.as_dict(), **self.facts}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

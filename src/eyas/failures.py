@@ -51,7 +51,7 @@ def missing(error: ModuleNotFoundError) -> MissingDependency:
 def report(error: EyasError, tokens: list[str]) -> int:
     """Print an error in its four parts, as JSON under --json; returns the exit status."""
     if "--json" in tokens:
-        print(json.dumps({"error": error.as_dict()}))
+        print(json.dumps({"error": error.as_json()}))
     else:
         for part, text in error.as_dict().items():
             print(f"{part + ':':8}{text}", file=sys.stderr)

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish, staged
 from eyas.formats.trace import engine_environment
+from eyas.pipeline.check_url import check_url
 from eyas.pipeline.doctor import doctor
 from eyas.pipeline.inspect import inspect_path
 from eyas.pipeline.plan import Plan
@@ -25,6 +26,10 @@ def check(
     trace: Annotated[list[Path] | None, Parameter(negative="")] = None,
     engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     gpu_gb: float | None = None,
+    url: str | None = None,
+    evaluate: Path | None = None,
+    send: int = 0,
+    prompts: Path | None = None,
     trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> int:
@@ -34,10 +39,14 @@ def check(
     config.json: what that engine would do with it, without starting it. With --engine-args "..." too: whether that
     launch would fit and hold together, on GPUs of --gpu-gb GiB, or on this machine's. With --trace (a trace, or states
     that another program dumped; may be repeated): what a running engine captured and fed its draft.
+    With --url: a running server's arguments, draft folder and acceptance against what `eyas evaluate` promised
+    (--evaluate RUN/evaluate, else the one beside the draft), without a restart; --send 8 asks it prompts first.
     """
 
     def work() -> dict[str, Any]:
         served = draft or export
+        if url is not None:
+            return check_url(url, served, target, evaluate, send, prompts)
         if engine and engine_args is not None:
             return check_launch(engine, engine_args, served, target, gpu_gb)
         if engine and served is not None and not (captures or trace) and (draft is None or export is None):
@@ -46,7 +55,7 @@ def check(
 
         return check(target, captures, draft, export, trust_remote_code, engine or (), trace or ())
 
-    result = finish(common, Plan("check", [captures, draft, export, target, *(trace or [])], []), work)
+    result = finish(common, Plan("check", [captures, draft, export, target, url, *(trace or [])], []), work)
     return 1 if result.get("verdict") == "fail" else 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cyclopts import CycloptsError
 
-from eyas.cli import checks, keep, stages
+from eyas.cli import checks, keep, servers, stages
 from eyas.cli.app import app
 from eyas.errors import EyasError
 from eyas.failures import interrupted, missing, report, usage_error
@@ -15,7 +15,7 @@ from eyas.progress import say
 from eyas.run import disk_error
 
 INTERRUPTED = 130
-COMMANDS = (stages, checks, keep)
+COMMANDS = (stages, checks, servers, keep)
 """Importing them registers their commands."""
 
 

@@ -1,7 +1,7 @@
 """What a command would read, write and run: the answer to --plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ class Plan:
     reads: Sequence[Path | str | None]
     writes: Sequence[Path]
     settings: BaseModel | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known before anything happens: a command line, a preflight."""
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -26,4 +28,5 @@ class Plan:
             ],
             "writes": [str(item.absolute()) for item in self.writes],
             "settings": {} if self.settings is None else self.settings.model_dump(mode="json"),
+            **self.more,
         }

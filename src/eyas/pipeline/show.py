@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eyas.pipeline.watch_view import look_words
 from eyas.wiring.words import check_words
 
 WIDE_LIST = 12
@@ -16,6 +17,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     """Print one command's result to `console`."""
     if {"verdict", "checks", "findings"} <= result.keys():
         console.print(check_words(result), markup=False, soft_wrap=True)
+        return
+    if {"state", "phase", "idle_s"} <= result.keys():
+        result = {"servers": [result]}
+    if result.get("servers") and {"state", "idle_s"} <= result["servers"][0].keys():
+        console.print("\n\n".join(look_words(one) for one in result["servers"]), markup=False, soft_wrap=True)
         return
     for key, value in result.items():
         if key not in HIDDEN:

@@ -1,0 +1,127 @@
+"""Servers: start one, watch it, stop it."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from eyas.cli.app import FLAGS, Common, app, finish
+from eyas.pipeline.plan import Plan
+from eyas.pipeline.serve import prepare, serve
+from eyas.pipeline.watch import (
+    failed,
+    find,
+    stop_all,
+    targets,
+    watch_all_following,
+    watch_all_once,
+    watch_following,
+    watch_once,
+)
+from eyas.recipe import load_recipe, recipe_of
+
+Many = Parameter(negative="")
+SERVER_DIED = 3
+
+
+@app.command(name="serve")
+def serve_command(
+    recipe: str | None = None,
+    *,
+    engine: str | None = None,
+    target: str | None = None,
+    draft: str | None = None,
+    plain: bool = False,
+    python: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    num_steps: int | None = None,
+    topk: int | None = None,
+    num_draft_tokens: int | None = None,
+    tensor_parallel: int | None = None,
+    engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    trace: bool = False,
+    trust_remote_code: bool = False,
+    out: Path | None = None,
+    detach: bool = False,
+    force: bool = False,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    common: Common = FLAGS,
+) -> None:
+    """Start a server with its draft, and say in a second whether it is loading, stuck, dead or ready, and why.
+
+    From a recipe (its [serve] section), from flags, or both: flags win. What speculation needs follows from the draft;
+    --engine-args '--max-model-len 8192' is passed through, and refused where it contradicts. Stays with the server and
+    stops it at Ctrl-C; with --detach leaves it running and prints url, pid, log and times. --force starts it in spite
+    of what preflight found.
+    """
+    flags = {
+        "engine": engine,
+        "draft": draft,
+        "plain": plain or None,
+        "python": python,
+        "host": host,
+        "port": port,
+        "num_steps": num_steps,
+        "topk": topk,
+        "num_draft_tokens": num_draft_tokens,
+        "tensor_parallel": tensor_parallel,
+        "engine_args": None if engine_args is None else shlex.split(engine_args),
+        "trace": trace or None,
+    }
+    overrides = [f"serve.{name}={value!r}" for name, value in flags.items() if value is not None]
+    overrides += [] if target is None else [f"target.name={target!r}"]
+    overrides += ["target.trust_remote_code=true"] if trust_remote_code else []
+    laid = (*(set_ or ()), *overrides)
+    loaded = recipe_of(laid) if recipe is None else load_recipe(recipe, laid)
+    launch = prepare(loaded, out, planning=common.plan)
+    finish(common, launch.plan, lambda: serve(launch, detach=detach, force=force))
+
+
+@app.command
+def watch(
+    folder: Path | None = None,
+    *,
+    log: Path | None = None,
+    pid: int | None = None,
+    url: str | None = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    once: bool = False,
+    common: Common = FLAGS,
+) -> int:
+    """Is it loading, stuck, dead or ready, and why: a server of anybody's, by its folder, log, pid or url, or --all.
+
+    Follows until it ends; with --once one look, and exit status 3 for crashed or stuck.
+    """
+
+    def work() -> dict[str, Any]:
+        if all_:
+            return watch_all_once() if once else watch_all_following()
+        found = find(folder, log, pid, url)
+        return watch_once(found) if once else watch_following(found)
+
+    result = finish(common, Plan("watch", [folder, log, url], []), work)
+    return SERVER_DIED if not common.plan and failed(result) else 0
+
+
+@app.command
+def stop(
+    folder: Annotated[list[Path] | None, Many] = None,
+    /,
+    *,
+    pid: Annotated[list[int] | None, Many] = None,
+    url: Annotated[list[str] | None, Many] = None,
+    grace_s: float = 20.0,
+    common: Common = FLAGS,
+) -> int:
+    """Stop a server's whole tree, then see that its port is free and its GPUs' memory is back.
+
+    Names the server by the folder that serve wrote, its pid or its url; without a name, the one under runs/.
+    """
+
+    def work() -> dict[str, Any]:
+        return stop_all(targets(folder or (), pid or (), url or ()), grace_s)
+
+    result = finish(common, Plan("stop", [*(folder or ()), *(url or ())], []), work)
+    return 0 if common.plan or (result["stopped"] and result["port_free"] is not False) else 1

