@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError
+from eyas.lock import FolderLock, lock_folder
 from eyas.run import (
     JSON,
     Manifest,
     check_same,
+    disk_error,
     hash_file,
     is_complete,
     manifest_hash,
@@ -40,6 +42,8 @@ class Stage:
     decided: JSON = field(default_factory=dict)
     seconds_before: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    lock: FolderLock | None = None
+    """Held while the stage is at work."""
 
     @property
     def seconds(self) -> float:
@@ -65,6 +69,8 @@ class Stage:
             seconds=self.seconds,
         )
         (self.folder / PROGRESS).unlink(missing_ok=True)
+        if self.lock is not None:
+            self.lock.release()
         return manifest
 
 
@@ -83,9 +89,14 @@ def completed(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) 
 def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Stage:
     """Open `folder` for the stage `name`: new, resumed, or complete.
 
-    Raises InputError naming the field where it was begun under other settings or from other inputs.
+    Raises InputError naming the field where it was begun under other settings or from other inputs, and naming the
+    process where another one is at work in it.
     """
     stage = Stage(folder, name, json.loads(json.dumps(settings)), inputs, completed(folder, name, settings, inputs))
+    if stage.complete is not None:
+        return stage
+    stage.lock = locked(folder)
+    stage.complete = completed(folder, name, settings, inputs)  # another process may have ended meanwhile
     if stage.complete is not None:
         return stage
     path = folder / PROGRESS
@@ -104,6 +115,13 @@ def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> S
         return stage
     stage.save()
     return stage
+
+
+def locked(folder: Path) -> FolderLock | None:
+    try:
+        return lock_folder(folder)
+    except OSError as error:
+        raise disk_error(folder, error) from error
 
 
 def result_stage(
