@@ -9,6 +9,8 @@ import pytest
 
 from eyas import __version__
 from eyas.cli import main
+from eyas.errors import InputError
+from eyas.failures import for_command
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -62,7 +64,8 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("export", "--draft", "d", "--out", "o", "--for", "tgi"), "sglang"),
         (("check",), "something to check"),
         (("prompts", "--out", "o", "--train", "0"), "--train 0: Input should be greater than or equal to 1"),
-        (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,4"), "--boundaries 2,4: Input"),
+        (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,x"), "--boundaries x: Input"),
+        (("export", "--draft", "r", "--out", "o", "--boundaries", "2,x"), "--boundaries"),
         (("inspekt", "x"), "`eyas --help`"),
         (("bench", "--draft", "d", "--max-new-tokens", "1"), "--max-new-tokens 1: Input"),
         (("bench", "--draft", "d", "--num-steps", "500"), "--num-steps 500: Input"),
@@ -175,3 +178,30 @@ def test_the_core_install_runs_without_torch_or_prints_the_line_to_type(
     assert done.returncode == status, done.stderr
     if status == 2:
         assert json.loads(done.stdout)["error"]["next"] == "pip install 'eyas[torch]'"
+
+
+@pytest.mark.parametrize(
+    ("command", "advice", "wanted"),
+    [
+        ("capture", "--set capture.max_length=4096", "--max-length 4096"),
+        ("capture", "--set capture.max_length to more than the prompts'", "--max-length to more than the prompts'"),
+        ("capture", "--set capture.boundaries=[2, 15, 27]", "--boundaries 2,15,27"),
+        ("train", "--set draft.vocab_size=8192 or smaller", "--draft.vocab-size 8192 or smaller"),
+        ("train", "--set train.learning_rate lower; kept", "--learning-rate lower; kept"),
+        ("export", "--set export.engines=['vllm']", "--for vllm"),
+        ("run", "--set capture.max_length=4096", "--set capture.max_length=4096"),
+    ],
+)
+def test_advice_is_in_the_flags_of_the_command_that_was_typed(command: str, advice: str, wanted: str) -> None:
+    error = InputError(wanted="a", got="b", where="c", next=advice)
+    assert for_command(error, [command, "--out", "o"]).next == wanted
+
+
+@pytest.mark.parametrize("spelt", [("2,4",), ("[2,4]",), ("2", "--boundaries", "4")])
+def test_boundaries_are_spelt_alike_for_capture_and_export(
+    spelt: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--boundaries", *spelt, "--plan", "--json")
+    _, out, _ = run(capsys, "capture", "--responses", "r", "--out", "o", *flags)
+    assert json.loads(out)["settings"]["boundaries"] == [2, 4]
+    assert run(capsys, "export", "--draft", "d", "--out", "o", *flags)[0] == 0

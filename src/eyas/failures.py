@@ -1,6 +1,7 @@
 """What went wrong, as the person typing sees it: an exception as four parts, on stderr or as one JSON object."""
 
 import json
+import re
 import sys
 
 from cyclopts import CycloptsError, UnknownCommandError
@@ -48,8 +49,32 @@ def missing(error: ModuleNotFoundError) -> MissingDependency:
     )
 
 
+SET = re.compile(r"--set (\w+)\.(\w+)(=(\[[^\]]*\]|[^\s,;)]+))?")
+"""Advice in a recipe's words: `--set capture.max_length=4096`, the value quoted or left open."""
+OWN = {"export.engines": "--for", "draft": "--draft."}
+"""Where a command's flag is not the key's name: `eyas train --draft.vocab-size`, `eyas export --for`."""
+
+
+def for_command(error: EyasError, tokens: list[str]) -> EyasError:
+    """The error with advice that its command understands: of stages run alone, flags; of `run`, keys of the recipe."""
+    command = next((token for token in tokens if not token.startswith("-")), "")
+    if command not in ("run", "recipe"):
+        error.next = SET.sub(as_flag, error.next)
+    return error
+
+
+def as_flag(found: re.Match[str]) -> str:
+    section, key, value = found[1], found[2], found[4]
+    own = OWN.get(f"{section}.{key}")
+    flag = own or OWN.get(section, "--") + key.replace("_", "-")
+    if value is None:
+        return flag
+    return f"{flag} {re.sub(r'[^0-9A-Za-z_.@/,-]', '', value)}"
+
+
 def report(error: EyasError, tokens: list[str]) -> int:
     """Print an error in its four parts, as JSON under --json; returns the exit status."""
+    error = for_command(error, tokens)
     if "--json" in tokens:
         print(json.dumps({"error": error.as_json()}))
     else:

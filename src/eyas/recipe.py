@@ -15,6 +15,13 @@ from eyas.settings import Section
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
+def parts_of(value: Any) -> list[Any]:
+    """`"2,15"`, `["2,15", 27]` or `[[2, 15], 27]`, one by one: lists as people type them, and as flags are repeated."""
+    if isinstance(value, str):
+        return [part for part in value.strip("[] ").split(",")]
+    return [part for item in value for part in parts_of(item)] if isinstance(value, list | tuple) else [value]
+
+
 class TargetSettings(Section):
     """The model to be accelerated."""
 
@@ -60,7 +67,7 @@ class CaptureSettings(Section):
     """Which hidden states are kept."""
 
     boundaries: tuple[int, ...] | None = None
-    """The taps; none means [2, n//2, n-3]."""
+    """The taps, as 2,15,27; none means [2, n//2, n-3]."""
     max_length: int = Field(default=2048, ge=8)
     """Longer samples are cut here; one left without a supervised token is skipped and counted."""
     batch_tokens: int = Field(default=4096, ge=1)
@@ -71,6 +78,11 @@ class CaptureSettings(Section):
     """The target's arithmetic; `auto` measures."""
     store: Literal["float32", "bfloat16"] = "bfloat16"
     """The stored dtype of the states."""
+
+    @field_validator("boundaries", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return value if value is None else parts_of(value)
 
 
 class DraftSettings(Section):

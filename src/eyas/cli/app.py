@@ -1,19 +1,18 @@
 """What every command shares: the app, the flags, how a plan or a result is printed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, Token
 from rich.console import Console
 
 from eyas import __version__
-from eyas.errors import InputError
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.show import show
-from eyas.recipe import TargetSettings
+from eyas.recipe import TargetSettings, parts_of
 from eyas.run import Manifest
 
 app = App(
@@ -72,13 +71,9 @@ def staged(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return {"folder": str(folder.absolute()), **manifest.model_dump(mode="json")}
 
 
-def integers(text: str | None) -> tuple[int, ...] | None:
-    """`2,15,27` as numbers."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.strip("[]").split(","))
-    except ValueError as error:
-        raise InputError(
-            wanted="boundaries as numbers with commas", got=text, where="--boundaries", next="--boundaries 2,15,27"
-        ) from error
+def integers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    """`2,15,27`, or the flag repeated, as numbers."""
+    return tuple(int(part) for part in parts_of([token.value for token in tokens]))
+
+
+Integers = Annotated[tuple[int, ...] | None, Parameter(converter=integers, n_tokens=1, negative="")]

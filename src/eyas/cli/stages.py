@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish, integers, staged
+from eyas.cli.app import FLAGS, TARGET, Common, Flat, Integers, TargetFlags, app, finish, staged
 from eyas.data.prompts import make_prompts
 from eyas.pipeline.plan import Plan
 from eyas.recipe import (
@@ -118,7 +118,7 @@ def export(
     out: Path,
     for_: Annotated[str, Parameter(name="--for")] = "sglang,vllm",
     target: str | None = None,
-    boundaries: str | None = None,
+    boundaries: Integers = None,
     trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> None:
@@ -133,7 +133,7 @@ def export(
         from eyas.export.folder import export_draft
 
         named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
-        return staged(out, export_draft(draft, out, settings, named, integers(boundaries)))
+        return staged(out, export_draft(draft, out, settings, named, boundaries))
 
     finish(common, Plan("export", [draft, target], [out], settings), work)
 
