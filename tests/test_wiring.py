@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from eyas.models.dequantise import from_fp8_rows
 from eyas.models.target import Target, load_target
 from eyas.wiring.heatmap import colour, heatmap
-from eyas.wiring.identify import NORMED, from_fp8, identify, identify_taps, usable_rows
+from eyas.wiring.identify import NORMED, identify, identify_taps, usable_rows
 from eyas.wiring.reference import final_normed, reference_boundaries
 from eyas.wiring.tap_findings import tap_findings
 from eyas.wiring.teacher import norm_state, teacher_divergence
@@ -68,7 +69,7 @@ def test_states_of_nothing_known_are_unknown(target: Target, reference: list[tor
 def fp8(states: torch.Tensor) -> torch.Tensor:
     """Through e4m3 with one scale a token."""
     scale = states.abs().amax(dim=-1) / 448.0
-    return from_fp8((states / scale[:, None]).to(torch.float8_e4m3fn), scale)
+    return from_fp8_rows((states / scale[:, None]).to(torch.float8_e4m3fn), scale)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,15 @@ def test_each_kind_of_wrong_tap_has_its_code(target: Target, reference: list[tor
     assert found([2, 4, 5], -2, target, reference) == [("token_shift", rows, f"{rows}-2")]
     both = [("tap_order", "blocks in the order [2, 4, 5]", "[5, 4, 2]"), ("token_shift", rows, f"{rows}-1")]
     assert found([5, 4, 2], -1, target, reference) == both
+
+
+def test_a_finding_says_both_distances_and_the_line_to_type(target: Target, reference: list[torch.Tensor]) -> None:
+    normed = final_normed(target, reference[-1])
+    matches = identify_taps(torch.cat([reference[2], reference[4], reference[6]], dim=-1), reference, normed)
+    (one,) = tap_findings(matches, DECLARED, LAYERS)
+    assert one.fix == "eyas capture --boundaries 2,4,5 again, or declare what was captured: boundaries [2, 4, 6]"
+    assert one.message.startswith("The block declared as boundary 5 lies 0.000 from boundary 6, and ")
+    assert f"and {matches[2].scores[5]:.2f} from boundary 5" in one.message
 
 
 def test_the_heat_map_is_one_self_contained_picture(target: Target, reference: list[torch.Tensor]) -> None:

@@ -5,23 +5,25 @@ needs its states, and so does a draft of it. Shapes: B documents, T tokens, H hi
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from eyas.data.bank import generate
-from eyas.data.shards import Sample
+from eyas.data.shards import Sample, shard_name
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import make_info, save_draft
 from eyas.models.draft import Draft
 from eyas.models.target import Target, record_boundaries
 from eyas.models.vocab import build_vocab, target_ids
+from eyas.run import hash_file
 from eyas.training.initialise import copy_head, gain
 from eyas.training.loss import unroll
 from eyas.training.rows import supervise
@@ -170,7 +172,7 @@ def taught_draft(
     steps: int = 250,
     seed: int = 0,
 ) -> Draft:
-    """A draft trained under `wiring` (its shifts and pace; `config` holds the rest) on `learned` documents."""
+    """A draft trained under `wiring` (its shifts, pace and teacher; `config` holds the rest) on `learned` documents."""
     torch.manual_seed(seed)
     draft = Draft(config).train()
     counts_V = torch.bincount(torch.cat([one.ids_T for one in learned]), minlength=config.vocab_size)
@@ -181,7 +183,7 @@ def taught_draft(
             draft.embed_tokens.weight.normal_(0.0, float(target.embedding.std()))
         copy_head(draft, target)
         start_from_last_layer(draft, target)
-    teacher = Teacher(target, target_ids(draft.d2t), "before")
+    teacher = Teacher(target, target_ids(draft.d2t), "before", scaled=wiring.teacher == "declared")
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=1e-4)
@@ -216,8 +218,8 @@ def stored(states: Tensor, precision: str) -> Tensor:
     """States as a capture of that precision gives them back: `fp8` is e4m3 with one scale a token."""
     if precision == "float32":
         return states
-    if precision == "bfloat16":
-        return states.to(torch.bfloat16)
+    if precision in ("bfloat16", "float16"):
+        return states.to(getattr(torch, precision))
     scale = (states.abs().amax(dim=-1, keepdim=True) / 448).clamp_min(1e-12)
     return (states / scale).to(torch.float8_e4m3fn).float() * scale
 
@@ -264,7 +266,37 @@ def mislabel(folder: Path, **options: Any) -> None:
 
 
 def write_lab_captures(
-    folder: Path, target: Target, samples: list[Sample], boundaries: Sequence[int], **facts: Any
+    folder: Path,
+    target: Target,
+    samples: list[Sample],
+    boundaries: Sequence[int],
+    precision: str = "float32",
+    **facts: Any,
 ) -> Path:
+    """Captures of `samples`; in `fp8` the shard holds codes and a scale for each token and block."""
     dtype = str(samples[0].taps_TA.dtype).removeprefix("torch.")
-    return write_captures(folder, target, samples, boundaries=list(boundaries), dtype=dtype, greedy=False, **facts)
+    known: dict[str, Any] = {"boundaries": list(boundaries), "dtype": dtype, "greedy": False}
+    write_captures(folder, target, samples, **(known | facts))
+    if precision == "fp8":
+        rewrite_shard(folder, lambda tensors: fp8_shard(tensors, len(boundaries)))
+    return folder
+
+
+def rewrite_shard(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """The first shard with other tensors, and its checksum in the manifest: what another writer would have left."""
+    path, manifest = folder / shard_name(0), folder / "manifest.json"
+    save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
+    raw = json.loads(manifest.read_text())
+    raw["files"][path.name] = hash_file(path)
+    manifest.write_text(json.dumps(raw))
+
+
+def fp8_shard(tensors: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    """States as e4m3 codes with their scales beside them: `taps_scale` [T, k], `last_hidden_scale` [T, 1]."""
+    made = dict(tensors)
+    for name, count in (("taps", blocks), ("last_hidden", 1)):
+        states = tensors[name].float().unflatten(1, (count, -1))
+        scale = (states.abs().amax(dim=-1) / 448).clamp_min(1e-12)
+        made[name] = (states / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)
+        made[f"{name}_scale"] = scale
+    return made

@@ -8,6 +8,9 @@
 | vLLM's hidden-state connector | `*.safetensors`: `token_ids` [T], `hidden_states` [T, k, H] |
 | per-sample dumps | `aux_0.pt`, `aux_1.pt`, ..., `final.pt`, and the ids |
 
+States in fp8 (e4m3) are multiplied with their scales, a token's each: `x_scale` beside a trace's `x`,
+`hidden_states_scale` beside `hidden_states` ([T] or [T, k]), `aux_0_scale.pt` beside `aux_0.pt`.
+
 Shapes: T rows (tokens), H hidden, A width of the concatenated taps, k taps.
 """
 
@@ -28,6 +31,7 @@ from eyas.data.shards import NormState
 from eyas.data.tensor_dump import read_tensor_dump
 from eyas.errors import InputError
 from eyas.formats.trace import Record, Trace, is_trace, read_trace
+from eyas.models.dequantise import from_fp8_rows
 
 IDS = ("input_ids.pt", "token_ids.pt", "ids.pt")
 AUX = re.compile(r"aux_(\d+)\.pt")
@@ -123,11 +127,24 @@ def read_sample_folder(folder: Path, ids: Sequence[int] | None = None) -> Dump:
 
 def _states(path: Path) -> Tensor:
     states = _tensor(path)
+    scale = path.with_name(f"{path.stem}_scale.pt")
     if states.dim() == 3 and states.shape[0] == 1:
         states = states[0]
     if states.dim() != 2 or not states.is_floating_point():
         raise _unreadable(path, f"{states.dtype} of shape {tuple(states.shape)}", "states [T, H]")
-    return states
+    return _scaled(states, _tensor(scale) if scale.is_file() else None, path)
+
+
+def _scaled(states_TW: Tensor, scale: Tensor | None, path: Path) -> Tensor:
+    """fp8 states times their scales; others as they are. Raises InputError for scales of another shape."""
+    if states_TW.dtype != torch.float8_e4m3fn:
+        return states_TW
+    if scale is not None:
+        each, over = divmod(scale.numel(), len(states_TW))
+        if over or not each or states_TW.shape[-1] % each:
+            wanted = f"one scale a token, or one a token and block, for states {tuple(states_TW.shape)}"
+            raise _unreadable(path, f"scales of shape {tuple(scale.shape)}", wanted)
+    return from_fp8_rows(states_TW, scale)
 
 
 def _tensor(path: Path) -> Tensor:
@@ -162,7 +179,8 @@ def read_connector_file(path: Path) -> Dump:
     if states.dim() != 3 or ids.dim() != 1 or len(states) != len(ids):
         shapes = f"hidden_states {tuple(states.shape)}, token_ids {tuple(ids.shape)}"
         raise _unreadable(path, shapes, "hidden_states [T, k, H] and token_ids [T]")
-    return Dump(path.stem, "vLLM connector", tuple(ids.tolist()), states.flatten(1), states.shape[1])
+    taps = _scaled(states.flatten(1), tensors.get("hidden_states_scale"), path)
+    return Dump(path.stem, "vLLM connector", tuple(ids.tolist()), taps, states.shape[1])
 
 
 # SGLang's responses -------------------------------------------------------------------------------------------------
@@ -286,7 +304,8 @@ def trace_tensor(trace: Trace, record: Record) -> Tensor:
     assert record.tensor is not None, "only records with tensors"
     path = trace.folder / record.tensor
     try:
-        return load_file(path)["x"].flatten(0, -2)
+        tensors = load_file(path)
+        return _scaled(tensors["x"].flatten(0, -2), tensors.get("x_scale"), path)
     except (OSError, SafetensorError, KeyError) as error:
         raise _unreadable(path, str(error), "a whole safetensors file with the tensor x") from error
 

@@ -3,6 +3,8 @@
 A capture folder: `shard-00000.safetensors` ... with `taps` [T, A], `last_hidden` [T, H] (boundary n, before the final
 norm), `input_ids` [T] int32, `loss_mask` [T] uint8, samples one after another; `index.json` with
 {"samples": [{"id", "split", "shard", "start", "length", "prompt_tokens"}]}; checksums and facts in the manifest.
+States may be stored in fp8 (e4m3) with their scales beside them, `taps_scale` [T] or [T, k] (one a tap) and
+`last_hidden_scale` [T]: what is read is state times scale, in float32.
 
 Shapes: T rows (tokens), A width of the concatenated taps, H hidden.
 """
@@ -21,12 +23,19 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
+from eyas.models.dequantise import from_fp8_rows
 from eyas.run import check_same, disk_error, hash_file, read_manifest
 
 NormState = Literal["before", "after"]
 """Whether a last hidden state is from before or after the target's final norm."""
 INDEX = "index.json"
+LACKING = "capture_incomplete"
+SCALES = ("taps_scale", "last_hidden_scale")
 STORED = ("taps", "last_hidden", "input_ids", "loss_mask")
+
+
+class DamagedCaptures(InputError):
+    """Captures that are not what their manifest and index say; its `code` is the finding it is."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,22 @@ class CaptureReader:
         """Sample `number` of `samples`, copied out of its shard."""
         entry = self.samples[number]
         rows = slice(entry.start, entry.start + entry.length)
-        taps, hidden, ids, mask = (self._files[entry.shard].get_slice(name)[rows] for name in STORED)
+        taps, hidden = (self._states(entry.shard, name, rows) for name in ("taps", "last_hidden"))
+        ids, mask = (self._files[entry.shard].get_slice(name)[rows] for name in ("input_ids", "loss_mask"))
         return Sample(entry.id, entry.split, taps, hidden, ids.long(), mask.bool())
+
+    def _states(self, shard: str, name: str, rows: slice) -> Tensor:
+        file = self._files[shard]
+        states = file.get_slice(name)[rows]
+        if states.dtype != torch.float8_e4m3fn:
+            return states
+        scale = f"{name}_scale"
+        return from_fp8_rows(states, file.get_slice(scale)[rows] if scale in file.keys() else None)  # noqa: SIM118
+
+    def mask(self, number: int) -> Tensor:
+        """The loss mask [T] of sample `number`, without its states."""
+        entry = self.samples[number]
+        return self._files[entry.shard].get_slice("loss_mask")[entry.start : entry.start + entry.length].bool()
 
     def ids(self, number: int) -> list[int]:
         """The token ids of sample `number`, without its states."""
@@ -156,7 +179,7 @@ class CaptureReader:
     def _read_index(self) -> list[Entry]:
         path = self.folder / INDEX
         if not path.is_file():
-            raise self._damaged("no such file", INDEX)
+            raise self._damaged("no such file", INDEX, LACKING)
         if hash_file(path) != self.manifest.files.get(INDEX):
             raise self._damaged("other bytes than the manifest's checksum", INDEX)
         try:
@@ -167,15 +190,18 @@ class CaptureReader:
     def _open(self, name: str) -> Any:
         path = self.folder / name
         if name not in self.manifest.files:
-            raise self._damaged("the index names it, the manifest does not", name)
+            raise self._damaged("the index names it, the manifest does not", name, LACKING)
         if not path.is_file():
-            raise self._damaged("no such file", name)
+            raise self._damaged("no such file", name, LACKING)
         try:
             file: Any = safe_open(path, framework="pt")
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in STORED}
         except SafetensorError as error:  # a cut file, a bad header, a missing tensor
             raise self._damaged(str(error), name) from error
         rows = shapes["input_ids"][0]
+        wrong = [key for key in SCALES if key in file.keys() and file.get_slice(key).get_shape()[0] != rows]  # noqa: SIM118
+        if wrong:
+            raise self._damaged(f"{', '.join(wrong)} of another length than the ids", name)
         wanted = {"taps": (rows, self.taps_width), "last_hidden": (rows, self.hidden_size), "loss_mask": (rows,)}
         for key, shape in wanted.items():
             if shapes[key] != shape:
@@ -188,15 +214,16 @@ class CaptureReader:
         for entry in sorted(self.samples, key=lambda entry: (entry.shard, entry.start)):
             if entry.start != filled[entry.shard] or entry.length < 1:
                 got = f"sample {entry.id} starts at row {entry.start}, not {filled[entry.shard]}"
-                raise self._damaged(got, entry.shard)
+                raise self._damaged(got, entry.shard, LACKING)
             filled[entry.shard] += entry.length
         for name, file in self._files.items():
             rows = file.get_slice("input_ids").get_shape()[0]
             if rows != filled[name]:
-                raise self._damaged(f"{rows} rows, of which the index knows {filled[name]}", name)
+                raise self._damaged(f"{rows} rows, of which the index knows {filled[name]}", name, LACKING)
 
-    def _damaged(self, got: str, name: str) -> InputError:
-        return InputError(
+    def _damaged(self, got: str, name: str, code: str = "data_corrupt") -> DamagedCaptures:
+        return DamagedCaptures(
+            code=code,
             wanted="a capture folder as its manifest and index describe it",
             got=got,
             where=str(self.folder / name),

@@ -4,7 +4,10 @@ Every product here is of two numbers with few bits, or with a power of two, and 
 own kernels define it. Formats: DeepSeek-V3's block-scaled fp8, the OCP microscaling format (MXFP4) as gpt-oss lays it
 out, compressed-tensors' pack-quantized int4.
 
-Shapes: R rows (outputs), C columns (inputs), E experts (may lead), G groups of 32 columns, S columns under one scale.
+States that an engine kept in fp8 are undone here too: `from_fp8_rows`.
+
+Shapes: R rows (outputs), C columns (inputs), E experts (may lead), G groups of 32 columns, S columns under one scale,
+T tokens, W width of their states.
 """
 
 from collections.abc import Sequence
@@ -30,6 +33,19 @@ def from_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor, block: tuple[int, int]
     for index, columns_RS in enumerate(weight.split(block[1], dim=1)):  # in place: no [R, C] of scales is made
         columns_RS.mul_(scale_RC[:, index, None])
     return weight
+
+
+def from_fp8_rows(states_TW: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 [T, W] of e4m3 states: each token's times its scale, [T], [T, 1], or [T, k] for k blocks side by side.
+
+    None: they were cast without a scale.
+    """
+    if scale is None:
+        return states_TW.float()
+    scale_TK = scale.float().reshape(len(states_TW), -1)
+    width, blocks = states_TW.shape[1], scale_TK.shape[1]
+    assert width % blocks == 0, f"{blocks} scales a token for states {width} wide"
+    return states_TW.float() * scale_TK.repeat_interleave(width // blocks, dim=1)
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
