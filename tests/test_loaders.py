@@ -19,7 +19,7 @@ from eyas.formats.taps import IDS_KEY
 from eyas.formats.vocab_tables import judge_tables
 from eyas.wiring.findings import CODES
 from eyas.wiring.loaders import TargetFacts, loader_report
-from eyas.wiring.static_checks import check_static
+from eyas.wiring.static_checks import check_loader, check_static
 from test_formats import TARGET, draft_config
 
 CASES = Path(__file__).parents[1].parent / "shared" / "cases"
@@ -242,6 +242,24 @@ def test_a_pass_of_the_v1_runner_is_no_pass_for_the_gpu_default():
     assert report.boundaries == (3, 31, 59) and report.gpu_default.boundaries == (2, 30, 58)
     assert "not the default on GPUs" in report.scope
     assert codes(loader_report(raw, "vllm@0.33.0", KIMI)) == ["ids_ignored"]
+
+
+def test_a_check_that_passes_on_the_v1_runner_warns_of_the_other(tmp_path):
+    path = tmp_path / "config.json"
+    config = draft_config(
+        boundaries=(3, 31, 59), target_num_hidden_layers=61, target_hidden_size=7168, target_model_type="kimi_k25",
+        hidden_size=7168, vocab_size=163840, draft_vocab_size=32000, max_position_embeddings=262144,
+    )  # fmt: skip
+    raw = to_json(config, {"format": 1, "draft": config.model_dump(mode="json"), "target": None})
+    path.write_text(json.dumps(raw))
+    assert check_loader(path, "vllm@0.33.0/v1", KIMI).findings == []
+    del raw[IDS_KEY]
+    path.write_text(json.dumps(raw | {"eagle_config": {IDS_KEY: [3, 31, 59]}}))
+    one = check_loader(path, "vllm@0.33.0/v1", KIMI)
+    assert one.status == "pass"
+    (warned,) = [found for found in one.findings if found.code == "tap_offset"]
+    assert (warned.severity, warned.found[:11]) == ("warning", "[2, 30, 58]")
+    assert "V1 runner (CPU" in one.evidence
 
 
 @pytest.mark.parametrize(

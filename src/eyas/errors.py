@@ -2,7 +2,8 @@
 
 EyasError
 |-- InputError            exit 2: wrong usage or bad input
-|   `-- MissingDependency   the same, and the next step is an install line
+|   |-- MissingDependency   the same, and the next step is an install line
+|   `-- Unsupported         a kind that Eyas does not know
 |-- CheckFailed           exit 1: a check or a comparison failed
 `-- ServerDied            exit 3: a supervised process died or never became ready
 """
@@ -43,6 +44,10 @@ class InputError(EyasError):
 
 class MissingDependency(InputError):
     """A package the command needs is not installed; `next` is the line to type."""
+
+
+class Unsupported(InputError):
+    """Nothing is wrong with what was given: Eyas does not know this kind."""
 
 
 class CheckFailed(EyasError):

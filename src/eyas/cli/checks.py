@@ -12,7 +12,7 @@ from eyas.pipeline.doctor import doctor
 from eyas.pipeline.inspect import inspect_path
 from eyas.pipeline.plan import Plan
 from eyas.recipe import TraceSettings
-from eyas.wiring.static_checks import check_launch, check_static
+from eyas.wiring.static_checks import check_launch, check_static, reference_plan
 
 
 @app.command
@@ -30,6 +30,8 @@ def check(
     evaluate: Path | None = None,
     send: int = 0,
     prompts: Path | None = None,
+    heatmap: Path | None = None,
+    device: str = "cpu",
     trust_remote_code: bool = False,
     common: Common = FLAGS,
 ) -> int:
@@ -38,7 +40,8 @@ def check(
     With --engine (sglang@0.5.23, vllm@0.33.0, vllm@0.33.0/v1, ...; may be repeated) and only a draft or its
     config.json: what that engine would do with it, without starting it. With --engine-args "..." too: whether that
     launch would fit and hold together, on GPUs of --gpu-gb GiB, or on this machine's. With --trace (a trace, or states
-    that another program dumped; may be repeated): what a running engine captured and fed its draft.
+    that another program dumped; may be repeated): what a running engine captured and fed its draft. --heatmap FILE.svg
+    draws each block's distance to every boundary. --device cuda: where a target larger than memory is streamed through.
     With --url: a running server's arguments, draft folder and acceptance against what `eyas evaluate` promised
     (--evaluate RUN/evaluate, else the one beside the draft), without a restart; --send 8 asks it prompts first.
     """
@@ -53,9 +56,11 @@ def check(
             return check_static(served, engine, target)
         from eyas.wiring.check import check
 
-        return check(target, captures, draft, export, trust_remote_code, engine or (), trace or ())
+        return check(target, captures, draft, export, trust_remote_code, engine or (), trace or (), heatmap, device)
 
-    result = finish(common, Plan("check", [captures, draft, export, target, url, *(trace or [])], []), work)
+    reads, writes = [captures, draft, export, target, url, *(trace or [])], [] if heatmap is None else [heatmap]
+    more = reference_plan(target, captures, draft or export) if common.plan else {}
+    result = finish(common, Plan("check", reads, writes, more=more), work)
     return 1 if result.get("verdict") == "fail" else 0
 
 

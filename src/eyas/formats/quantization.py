@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eyas.errors import InputError
+from eyas.errors import Unsupported
 from eyas.formats.target_config import TEXT_CONFIGS, read_config, read_json
 
 Scheme = Literal["none", "fp8", "mxfp4", "int4"]
@@ -94,8 +94,8 @@ def _compressed_tensors(declared: Mapping[str, Any], where: Path | str) -> Quant
     return Quantization("int4", group_size=group_size)
 
 
-def _refused(name: str, where: Path | str) -> InputError:
-    return InputError(
+def _refused(name: str, where: Path | str) -> Unsupported:
+    return Unsupported(
         wanted=f"a checkpoint of {SUPPORTED}",
         got=f"quantisation {name}",
         where=str(where),

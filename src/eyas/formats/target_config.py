@@ -55,6 +55,14 @@ def _prefixes(names: Mapping[str, Any]) -> Iterator[str]:
             yield prefix
 
 
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: generation_config's list, else the text config's; () where neither says."""
+    generation = folder / "generation_config.json"
+    told = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    found = text_config(read_config(folder)).get("eos_token_id") if told is None else told
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises InputError where the file is absent, no JSON, or no object."""
     try:

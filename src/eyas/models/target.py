@@ -128,15 +128,19 @@ class Target:
         return self.scaled(self.head(normed_BTH))
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Raw head outputs with the target's own scale and soft-cap: element by element, so a slice may be given."""
-        config = self.config
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
-        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-            logits = logits * factor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        """Raw head outputs with the target's own scale and soft-cap."""
+        return scale_logits(self.config, logits)
+
+
+def scale_logits(config: Any, logits: Tensor) -> Tensor:
+    """Raw head outputs with the scale and soft-cap of `config`: element by element, so a slice may be given."""
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / divisor
+    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
 
 
 @dataclass

@@ -17,6 +17,7 @@ from eyas.formats.names import canonical_name
 from eyas.formats.problem import Problem
 from eyas.formats.read_config import DraftFile, is_draft, read_config
 from eyas.formats.taps import captures, default_boundaries
+from eyas.formats.target_config import TEXT_CONFIGS
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
 from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, read_manifest, verify_files
@@ -215,8 +216,8 @@ def _dialects(file: DraftFile) -> JSON:
 
 
 def _target(path: Path, raw: JSON) -> JSON:
-    """A model's own config.json (its text part, where it is multimodal)."""
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else raw
+    """A model's own config.json (its text part, wherever a multimodal one keeps it)."""
+    text = next((raw[name] for name in TEXT_CONFIGS if isinstance(raw.get(name), Mapping)), raw)
     layers = text.get("num_hidden_layers")
     if not isinstance(layers, int):
         raise _unreadable(path, "JSON that is neither a draft's nor a model's config.json")

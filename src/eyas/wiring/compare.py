@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from eyas.data.foreign import Dump, dumps_of_trace, read_dumps
 from eyas.data.shards import CaptureReader, Sample
+from eyas.errors import Unsupported
 from eyas.formats.trace import Record, Trace, is_trace, read_trace
 from eyas.models.target import Target
 from eyas.wiring.findings import Finding
-from eyas.wiring.identify import NORMED, Match, Reference, identify_in, name_of
+from eyas.wiring.identify import NORMED, Match, Reference, block_facts, identify_in, name_of
 from eyas.wiring.reference import final_normed, num_hidden_layers, reference_boundaries
 from eyas.wiring.static_checks import Check
 from eyas.wiring.tap_findings import tap_findings
@@ -63,7 +65,9 @@ class Traced:
         return f"no text of {FEWEST} tokens or more: send a longer prompt"
 
 
-def check_taps_of(traced: Traced, target: Target | Path | None, declared: Sequence[int] | None) -> Check:
+def check_taps_of(
+    traced: Traced, target: Target | Path | None, declared: Sequence[int] | None, device: torch.device | str = "cpu"
+) -> Check:
     """Which boundary each block is. `declared` is what the draft was trained on; else what the writer says."""
     name = f"trace taps ({traced.path.name})"
     if target is None:
@@ -77,12 +81,17 @@ def check_taps_of(traced: Traced, target: Target | Path | None, declared: Sequen
     result = Check(name, "pass", "")
     lines = []
     for dump in traced.texts[: 1 if streamed else TEXTS]:
-        states = reference_boundaries(target, list(dump.ids), up_to)
+        try:
+            states = reference_boundaries(target, list(dump.ids), up_to, device)
+        except Unsupported as error:
+            return Check(name, "skipped", f"the target cannot be read: {error.got} ({error.where})")
         whole = len(states) > n
         reference = Reference.of(states, final_normed(target, states[-1]) if whole else None)
         matches = [identify_in(block, reference) for block in dump.blocks(states[0].shape[-1])]
         wanted = tuple(declared or dump.declared or ())
         lines += [f"{word}: {match.words()}" for word, match in zip(labels(matches, wanted), matches, strict=True)]
+        told = wanted if len(wanted) == len(matches) else [None] * len(matches)
+        result.blocks = result.blocks or list(zip(told, matches, strict=True))
         add(result, judge_blocks(matches, wanted, n, traced.where))
         if dump.last_hidden_TH is not None and whole:
             last = identify_in(dump.last_hidden_TH, reference)
@@ -93,6 +102,7 @@ def check_taps_of(traced: Traced, target: Target | Path | None, declared: Sequen
     if result.findings:
         result.status = "fail"
     result.evidence = "; ".join(dict.fromkeys(lines))
+    result.facts["blocks"] = block_facts(result.blocks)
     return result
 
 
@@ -304,7 +314,17 @@ def judge_rows(name: str, hits: dict[int, int], rows: int, offsets: set[int], wh
 
 
 def check_trace(
-    traced: Traced, target: Target | Path | None, captures: CaptureReader | None, declared: Sequence[int] | None
+    traced: Traced,
+    target: Target | Path | None,
+    captures: CaptureReader | None,
+    declared: Sequence[int] | None,
+    device: torch.device | str = "cpu",
 ) -> list[Check]:
-    """Every check of one trace or dump that needs no draft's weights."""
-    return [check_taps_of(traced, target, declared), check_captures_of(traced, captures), check_rows_of(traced)]
+    """Every check of one trace or dump that needs no draft's weights.
+
+    Captures tell only that states differ: where the target tells what they are, its findings stand alone.
+    """
+    taps, held = check_taps_of(traced, target, declared, device), check_captures_of(traced, captures)
+    if taps.findings and held.findings:
+        held.findings, held.evidence = [], f"{held.evidence}; what they are: {taps.name}"
+    return [taps, held, check_rows_of(traced)]

@@ -3,15 +3,65 @@
 Dark is near; the boundary each block was declared to be is outlined, so a right capture is dark inside every outline.
 """
 
+import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from eyas.errors import InputError
+from eyas.progress import say
+from eyas.run import write_atomic
 from eyas.wiring.identify import NORMED, Match, name_of
+from eyas.wiring.static_checks import Check
 
 CELL, ROW, LEFT, TOP, RIGHT = 16, 26, 120, 56, 330
 NEAR, FAR = (8, 48, 107), (247, 251, 255)
 """RGB of score 0 and of score 1 or more."""
 STYLE = "font-family:system-ui,sans-serif;font-size:11px"
+
+
+def check_ending(path: Path) -> None:
+    """Raise InputError for a heat map that would be no SVG."""
+    if path.suffix != ".svg":
+        raise InputError(
+            wanted="a heat map's file, an SVG (any browser turns it into a PNG)",
+            got=path.name,
+            where="--heatmap",
+            next=f"--heatmap {path.with_suffix('.svg')}",
+        )
+
+
+def write_heatmap(path: Path, checks: Sequence[Check]) -> None:
+    """Every check's identified blocks, one map under the other. Says so where no block was identified."""
+    maps = [
+        heatmap([match for _, match in one.blocks], [boundary for boundary, _ in one.blocks], one.name)
+        for one in checks
+        if one.blocks
+    ]
+    if not maps:
+        say("heat map: nothing to draw, no block was compared with a target")
+        return
+    write_atomic(path, maps[0] if len(maps) == 1 else stacked(maps))
+    say(f"heat map: {path}")
+
+
+def stacked(maps: Sequence[str]) -> str:
+    """SVGs one under the other in one."""
+    sizes = [size_of(one) for one in maps]
+    width, height = max(size[0] for size in sizes), sum(size[1] for size in sizes)
+    body, y = [], 0
+    for one, size in zip(maps, sizes, strict=True):
+        body.append(f'<g transform="translate(0,{y})">{one.rstrip()}</g>')
+        y += size[1]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    return head + "".join(body) + "</svg>\n"
+
+
+def size_of(svg: str) -> tuple[int, int]:
+    """Width and height, as `heatmap` writes them."""
+    found = re.search(r' width="(\d+)" height="(\d+)"', svg)
+    assert found is not None, "an SVG of this module"
+    return int(found[1]), int(found[2])
 
 
 def heatmap(

@@ -10,9 +10,11 @@ else the answer is unknown. Every boundary is tried at every token shift.
 Shapes: T tokens, H hidden size, A = len(taps) * H.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +60,30 @@ class Match:
         """How many times further the next candidate is: a match has at least 2."""
         return self.second_score / max(self.score, 1e-12)
 
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """For programs; `boundary` is null where unknown. Boundaries as in `key_of`, scores that are none as null."""
+        return {
+            "boundary": None if self.boundary is None else key_of(self.boundary),
+            "shift": self.shift,
+            "score": finite(self.score),
+            "second": key_of(self.second),
+            "second_score": finite(self.second_score),
+            "scores": {key_of(boundary): finite(score) for boundary, score in self.scores.items()},
+        }
+
     def words(self) -> str:
         best = "unknown" if self.boundary is None else name_of(self.boundary) + shifted(self.shift)
         return f"{best} (score {self.score:.3f}, next {name_of(self.second)} at {self.second_score:.3f})"
+
+
+def key_of(boundary: int) -> str:
+    """A boundary as a JSON key; `normed` is the last state after the final norm."""
+    return "normed" if boundary == NORMED else str(boundary)
+
+
+def finite(score: float) -> float | None:
+    return round(score, 4) if math.isfinite(score) else None
 
 
 def name_of(boundary: int) -> str:
@@ -73,11 +96,6 @@ def shifted(shift: int) -> str:
         return ""
     count = "one token" if abs(shift) == 1 else f"{abs(shift)} tokens"
     return f", {count} {'later' if shift > 0 else 'earlier'} than its row"
-
-
-def from_fp8(states_TH: Tensor, scale_T: Tensor) -> Tensor:
-    """States stored as e4m3 with one scale a token, in float32 [T, H]; `scale_T` may be [T] or [T, 1]."""
-    return states_TH.float() * scale_T.float().reshape(-1, 1)
 
 
 def usable_rows(states_TH: Tensor) -> Tensor:
@@ -176,3 +194,8 @@ def reordered(matches: Sequence[Match], declared: Sequence[int]) -> bool:
     """Whether the blocks are the declared boundaries, all known, in another order."""
     found = [match.boundary for match in matches if match.boundary is not None]
     return found != list(declared) and sorted(found) == sorted(declared)
+
+
+def block_facts(blocks: Sequence[tuple[int | None, Match]]) -> list[dict[str, Any]]:
+    """For programs: what each block was declared to be, what it is, and its score at every boundary."""
+    return [{"declared": boundary, **match.as_dict} for boundary, match in blocks]

@@ -8,21 +8,14 @@ Shapes: T tokens, H hidden size, n layers.
 
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
-from eyas.formats.headers import read_headers
-from eyas.formats.quantization import read_quantization
+from eyas.errors import InputError
 from eyas.formats.target_config import read_config, text_config
 from eyas.models.streaming.backbone import final_norm_of, stream_boundaries
-from eyas.models.streaming.plan import BEYOND, float_bytes
+from eyas.models.streaming.plan import BEYOND, fits
 from eyas.models.target import Target, load_target, record_boundaries, resolve_target
-
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-SHARE_OF_MEMORY = 0.5
-"""A target is loaded whole where its float32 weights take less than this share of the free memory: loading holds the
-stored weights beside them for a moment."""
 
 
 def reference_boundaries(
@@ -58,14 +51,18 @@ def final_normed(target: Target | Path, boundary_n_TH: Tensor) -> Tensor:
     return target.final_norm(boundary_n_TH.to(target.dtype)).float()
 
 
-def fits(folder: Path) -> bool:
-    """Whether to load `folder` whole: plain floats, a tokenizer beside them, and small enough."""
-    if not list(folder.glob("*.safetensors")):
-        return True  # loading says what is wrong with it
-    if read_quantization(folder).scheme != "none" or not any((folder / name).is_file() for name in TOKENIZERS):
-        return False
-    needed = sum(float_bytes(name, header) for name, header in read_headers(folder).items())
-    return needed < SHARE_OF_MEMORY * psutil.virtual_memory().available
+def checked_device(name: str) -> str:
+    """`cpu`, `cuda`, `cuda:1` ... Raises InputError for a device that this machine's torch does not have."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            wanted="a device of this machine's torch: cpu, or cuda where there is a GPU",
+            got=f"{name!r}: {str(error).splitlines()[0]}",
+            where="--device",
+            next="--device cpu",
+        ) from error
+    return name
 
 
 def open_reference(name: str, *, trust_remote_code: bool = False) -> Target | Path:

@@ -41,13 +41,23 @@ class Served:
 
 
 def walk_against_engine(
-    target: Target, draft: Draft, reader: CaptureReader, *, num_steps: int, limit: int, split: str = "heldout"
+    target: Target,
+    draft: Draft,
+    reader: CaptureReader,
+    *,
+    num_steps: int,
+    tokens: int,
+    length: int,
+    split: str = "heldout",
 ) -> Served | None:
-    """Walk and decode the first `limit` samples of `split`; None where there are none with a round to count."""
-    chosen = [index for index, sample in enumerate(reader.samples) if sample.split == split][:limit]
+    """Walk and decode answers of `split`, cut at `length` tokens each, `tokens` or a few more in all.
+
+    None where there is none with a round to count.
+    """
+    chosen = chosen_samples(reader, tokens, length, split)
     tally = Tally(num_steps)
     teacher = Teacher(target, target_ids(draft.d2t), reader.last_hidden_norm)
-    samples = [reader.read(index) for index in chosen]
+    samples = [reader.read(index).cut(reader.samples[index].prompt_tokens + length) for index in chosen]
     for sample in samples:
         add_sample(tally, draft, sample, teacher)
     engine = Engine(target, draft, num_steps=num_steps, announce=False)
@@ -69,3 +79,15 @@ def walk_against_engine(
     if walked is None or not rounds:
         return None
     return Served(walked, 1 + sum(rounds) / len(rounds), num_steps, len(samples), equal)
+
+
+def chosen_samples(reader: CaptureReader, tokens: int, length: int, split: str) -> list[int]:
+    """Numbers of the first samples of `split` whose answers, cut at `length`, hold `tokens` in all."""
+    chosen, held = [], 0
+    for number in reader.of_split(split):
+        if held >= tokens:
+            break
+        entry = reader.samples[number]
+        chosen.append(number)
+        held += min(length, entry.length - entry.prompt_tokens)
+    return chosen

@@ -8,14 +8,19 @@ from typing import Any, Literal
 
 from eyas.errors import InputError
 from eyas.formats.headers import INDEX, WEIGHTS, read_headers
+from eyas.formats.problem import Problem
+from eyas.formats.read_config import read_config as read_draft_config
+from eyas.formats.taps import IDS_KEY
 from eyas.formats.target_config import read_json
 from eyas.formats.vocab_tables import judge_tables, read_tables
-from eyas.run import cache_folder
+from eyas.models.streaming.plan import fits, plan
+from eyas.run import cache_folder, is_complete, read_manifest
 from eyas.wiring.findings import Finding, finding
 from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report, read_target
 from eyas.wiring.preflight import parse_launch, preflight
 
 Status = Literal["pass", "fail", "skipped", "unknown"]
+PROBE_TOKENS = 256
 LEFT_OUT = ("tap identity", "teacher", "TTT parity", "acceptance")
 """Checks that need captures, weights and torch."""
 
@@ -30,6 +35,8 @@ class Check:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """Figures that outside programs may want, by name."""
+    blocks: list[tuple[int | None, Any]] = field(default_factory=list)
+    """What each block was declared to be, and the match it is (identify.Match): the rows of a heat map."""
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +111,24 @@ def result(checks: Sequence[Check], otherwise: str) -> dict[str, Any]:
 def check_loader(draft: Path, engine: str, target: TargetFacts | None = None) -> Check:
     """What one engine would do with the draft; a pass for vLLM's V1 runner says it is none for the GPU default."""
     report = loader_report(draft, engine, target)
-    return Check(f"loader {report.engine}", report.verdict, loader_evidence(report), report.findings, report.as_dict)
+    found = [*report.findings, *other_runner(report)]
+    return Check(f"loader {report.engine}", report.verdict, loader_evidence(report), found, report.as_dict)
+
+
+def other_runner(report: LoaderReport) -> list[Finding]:
+    """Right on vLLM's V1 runner (CPU), and other taps on Model Runner V2, the default on GPUs."""
+    v2, wanted = report.gpu_default, report.declared.boundaries
+    if v2 is None or wanted is None or report.boundaries != wanted or v2.boundaries in (None, wanted):
+        return []
+    problem = Problem(
+        "tap_offset",
+        where="layer ids",
+        expected=f"boundaries {list(wanted)} on either runner",
+        found=f"{list(v2.boundaries or ())} on Model Runner V2, the default on GPUs ({v2.rule})",
+        fix=f"{IDS_KEY} = {list(wanted)} at the top level, which both read; or only ever serve with the V1 runner",
+        severity="warning",
+    )
+    return [finding(problem, str(report.engine))]
 
 
 def loader_evidence(report: LoaderReport) -> str:
@@ -137,18 +161,34 @@ def check_tables(draft: Path, target: TargetFacts | None = None) -> Check:
     return Check(name, "fail" if problems else "pass", evidence, [finding(one, str(folder)) for one in problems])
 
 
+def reference_plan(target: str | None, captures: Path | None, draft: Path | None) -> dict[str, Any]:
+    """For --plan: how the reference would be computed, and, streamed, what it reads and holds. Headers only.
+
+    {} where the target is not named, or not on this machine. Raises InputError as opening the checkpoint does.
+    """
+    manifest = read_manifest(captures, "captures") if captures is not None and is_complete(captures) else None
+    if target is None and manifest is not None:
+        target = manifest.settings.get("target", {}).get("name")
+    folder = None if target is None else local_target(target)
+    if folder is None or not folder.is_dir():
+        return {}
+    if fits(folder):
+        return {"reference": {"target": str(folder), "how": "loaded whole, in float32"}}
+    up_to = None if manifest is None else max(manifest.facts["boundaries"])
+    if up_to is None and draft is not None:
+        path = draft if draft.is_file() else draft_folder(draft) / "config.json"
+        declared = read_draft_config(read_json(path)).boundaries if path.is_file() else None
+        up_to = max(declared) if declared else None
+    streamed = plan(folder, PROBE_TOKENS, up_to).as_dict
+    return {"reference": {"target": str(folder), "how": "streamed, layer by layer", **streamed}}
+
+
 def find_target(name: str) -> TargetFacts:
     """A target's facts from what is on this machine: a folder, a config.json, or a name in the caches.
 
     Raises InputError where nothing is found: nothing is downloaded for this.
     """
-    path = Path(name)
-    if path.exists():
-        return read_target(path)
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
-    candidates = [cache_folder() / "targets" / name, *sorted(snapshots.glob("*"))]
-    found = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+    found = local_target(name)
     if found is None:
         raise InputError(
             wanted="a target on this machine: a folder, its config.json, or a name in the cache",
@@ -157,3 +197,14 @@ def find_target(name: str) -> TargetFacts:
             next="--target path/to/the/target's/config.json",
         )
     return read_target(found)
+
+
+def local_target(name: str) -> Path | None:
+    """Where a target lies on this machine: as a path, in Eyas's cache, or in the hub's; None where it does not."""
+    path = Path(name)
+    if path.exists():
+        return path
+    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
+    candidates = [cache_folder() / "targets" / name, *sorted(snapshots.glob("*"))]
+    return next((folder for folder in candidates if (folder / "config.json").is_file()), None)

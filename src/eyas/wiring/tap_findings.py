@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from eyas.wiring.findings import Finding
-from eyas.wiring.identify import Match, name_of, reordered
+from eyas.wiring.identify import MATCH_BELOW, NORMED, Match, name_of, reordered, shifted
 
 
 def tap_findings(
@@ -17,7 +17,8 @@ def tap_findings(
     found = [] if not reordered(matches, declared) else [order_finding(matches, declared, where)]
     if not found:
         wrong = [(b, m) for b, m in zip(declared, matches, strict=True) if m.known and m.boundary != b]
-        found = [boundary_finding(boundary, match, num_hidden_layers, where) for boundary, match in wrong]
+        line = change_line(declared, matches)
+        found = [boundary_finding(boundary, match, num_hidden_layers, where, line) for boundary, match in wrong]
     shifts = {match.shift for match in matches if match.known}
     if len(shifts) == 1 and shifts != {0}:
         return [*found, shift_finding(declared, shifts.pop(), matches, where)]
@@ -25,8 +26,16 @@ def tap_findings(
     return found + [shift_finding([boundary], match.shift, [match], where) for boundary, match in moved]
 
 
-def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where: str) -> Finding:
-    """A block that is another boundary."""
+def change_line(declared: Sequence[int], matches: Sequence[Match]) -> str:
+    """What to type, or what to write down instead, where the captured blocks are boundaries that a list can name."""
+    again = f"eyas capture --boundaries {','.join(map(str, declared))} again"
+    found = [match.boundary for match in matches if match.boundary is not None]
+    nameable = len(found) == len(declared) and found == sorted(set(found)) and found[0] != NORMED
+    return f"{again}, or declare what was captured: boundaries {found}" if nameable else again
+
+
+def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where: str, fix: str) -> Finding:
+    """A block that is another boundary: its distance to that one, and to the one it was declared to be."""
     assert match.boundary is not None, "only what is known can be wrong"
     code = "tap_post_norm" if match.normed else "tap_embedding" if 0 in (match.boundary, declared) else "tap_offset"
     found = name_of(match.boundary)
@@ -36,8 +45,10 @@ def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where:
         where=where,
         expected=f"boundary {declared} of {num_hidden_layers}",
         found=found,
-        fix=f"capture again with --boundaries naming {declared}, or declare what was captured",
-        message=f"The block declared as boundary {declared} is {found}: {match.words()}.",
+        fix=fix,
+        message=f"The block declared as boundary {declared} lies {match.score:.3f} from {found}{shifted(match.shift)}, "
+        f"and {match.scores.get(declared, float('inf')):.2f} from boundary {declared}, in units of a layer's change "
+        f"(a match is below {MATCH_BELOW}).",
     )
 
 

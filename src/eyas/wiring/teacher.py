@@ -6,10 +6,13 @@ falls by 6 to 33 % (training.md 0, fact 3). It is seen here before a draft is tr
 Shapes: T tokens, H hidden size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from eyas.data.shards import NormState
+from eyas.data.shards import NormState, Sample
+from eyas.models.streaming.ends import Ends
 from eyas.models.target import Target
 from eyas.wiring.identify import SHIFTS, aligned
 
@@ -59,3 +62,45 @@ def norm_state(divergences: dict[str, float], declared: NormState) -> NormState 
     if divergences[nearest] > NEAR:
         return None
     return declared if divergences[declared] <= AS_NEAR * divergences[nearest] + NOTHING else nearest
+
+
+# A streamed target --------------------------------------------------------------------------------------------------
+
+AGREED = 0.9
+"""Share of a greedy answer's tokens that are the stored states' argmax: half precision turns a near tie at times."""
+APART, LIKELY = 1.0, 3.0
+"""Of a sampled answer: nats by which another reading must be likelier, and under which a text is the target's own."""
+
+
+@torch.inference_mode()
+def next_token_nats(ends: Ends, samples: Sequence[Sample]) -> tuple[dict[str, float] | None, dict[str, float]]:
+    """Mean nats of the answers' tokens under the stored states read as `before`, `after` and `normed twice`, and the
+    share of them that is the argmax. (None, {}) where no sample holds a token of an answer.
+
+    The target said these tokens itself, so its own distribution finds them likely.
+    """
+    rows = [sample.loss_mask_T[1:].bool().nonzero()[:, 0] for sample in samples]
+    stored = torch.cat([sample.last_hidden_TH[at] for sample, at in zip(samples, rows, strict=True)]).float()
+    following = torch.cat([sample.ids_T[at + 1] for sample, at in zip(samples, rows, strict=True)]).to(torch.int64)
+    if not len(following):
+        return None, {}
+    once = ends.final_norm(stored)
+    totals, agreed = {}, {}
+    for reading, states in {"before": once, "after": stored, "normed twice": ends.final_norm(once)}.items():
+        logs_T, argmax_T = ends.log_probabilities(states, following)
+        totals[reading] = -logs_T.mean().item()
+        agreed[reading] = (argmax_T == following).float().mean().item()
+    return totals, agreed
+
+
+def reading_shown(
+    totals: dict[str, float], agreed: dict[str, float], declared: NormState, greedy: bool
+) -> tuple[str | None, bool]:
+    """(the reading that the answers show, whether they show any). None: none of those tried; not shown: a text that is
+    not the target's own tells nothing."""
+    if greedy:
+        best = declared if agreed[declared] >= AGREED else max(agreed, key=lambda reading: agreed[reading])
+        return (best if agreed[best] >= AGREED else None), True
+    best = min(totals, key=lambda reading: totals[reading])
+    likely = totals[best] < LIKELY
+    return (declared, likely) if best == declared else (best, likely and totals[declared] - totals[best] > APART)

@@ -216,6 +216,7 @@ def trace_checks(
     captures: CaptureReader | None,
     draft: Draft | None,
     folder: Path | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Check]:
     """Every check of the traces and dumps at `paths`; of two, also each other's.
 
@@ -231,7 +232,7 @@ def trace_checks(
     exact = None if draft is None else draft.float()
     checks: list[Check] = []
     for traced in read:
-        checks += check_trace(traced, reference, captures, wanted)
+        checks += check_trace(traced, reference, captures, wanted, device)
         checks.append(check_draft_of(traced, exact))
     return checks + [check_pair(one, other) for one, other in pairwise(read)]
 

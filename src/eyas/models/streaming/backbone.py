@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from eyas.errors import InputError
+from eyas.errors import Unsupported
 from eyas.formats.target_config import layer_prefix, read_config, text_config
 from eyas.models.experts import StreamedExperts, one_expert
 from eyas.models.streaming.plan import BEYOND, EXPERT_GROUP
@@ -55,7 +55,7 @@ def streamed_config(folder: Path) -> PreTrainedConfig:
     """The language model's config through transformers' own class; no remote code."""
     text = text_config(read_config(folder))
     if text["model_type"] not in ARCHITECTURES:
-        raise InputError(
+        raise Unsupported(
             wanted=f"a target of {', '.join(ARCHITECTURES)} (kimi_k2 and kimi_k25 read as deepseek_v3)",
             got=f"model_type {text['model_type']!r}",
             where=str(folder / "config.json"),

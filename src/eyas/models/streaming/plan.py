@@ -10,10 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from eyas.errors import Unsupported
 from eyas.formats.headers import BITS, TensorHeader, read_headers
 from eyas.formats.quantization import read_quantization
 from eyas.formats.target_config import layer_prefix, read_config, text_config
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+SHARE_OF_MEMORY = 0.5
+"""A target is loaded whole where its float32 weights take less than this share of the free memory: loading holds the
+stored weights beside them for a moment."""
 FLOAT = 4
 """Bytes of a float32."""
 EXPERT_GROUP = 4
@@ -25,6 +32,24 @@ UNPACKING = 5
 PACKED = {"_blocks": 2, "_packed": 8}
 """Values in a byte of MXFP4, in a word of int4."""
 EXPERT = re.compile(r"mlp\.experts\.(?:(\d+)\.)?")
+
+
+def fits(folder: Path) -> bool:
+    """Whether to load `folder` whole: plain floats, a tokenizer beside them, and small enough."""
+    if not list(folder.glob("*.safetensors")):
+        return True  # loading says what is wrong with it
+    if quantised(folder) or not any((folder / name).is_file() for name in TOKENIZERS):
+        return False
+    needed = sum(float_bytes(name, header) for name, header in read_headers(folder).items())
+    return needed < SHARE_OF_MEMORY * psutil.virtual_memory().available
+
+
+def quantised(folder: Path) -> bool:
+    """Whether the weights are stored in codes: streaming undoes those it knows, and names the rest."""
+    try:
+        return read_quantization(folder).scheme != "none"
+    except Unsupported:
+        return True
 
 
 @dataclass

@@ -4,6 +4,8 @@ Plain file reads at the offsets the headers give: nothing is mapped, so the memo
 shards cost no more than one.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -66,6 +68,15 @@ class Checkpoint:
             return rows_RC.T.contiguous()  # gpt-oss multiplies x @ W, and stores W transposed
         raise self._missing(name)
 
+    def pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """`load(name)` of a matrix, `rows` of its rows at a time; read so where it is stored in floats."""
+        header = self.headers.get(name)
+        if header is None or header.dtype not in FLOATS or header.shape is None:
+            yield from self.load(name).split(rows)
+            return
+        for start in range(0, header.shape[0], rows):
+            yield self._read(name, slice(start, min(start + rows, header.shape[0]))).float()
+
     def _plain_or_fp8(self, name: str) -> Tensor:
         dtype = self.headers[name].dtype
         if dtype in FLOATS:
@@ -107,8 +118,8 @@ class Checkpoint:
             next="give the config.json that belongs to these tensors",
         )
 
-    def _read(self, name: str, index: int | None = None) -> Tensor:
-        """The stored tensor, or row `index` of its first axis."""
+    def _read(self, name: str, index: int | slice | None = None) -> Tensor:
+        """The stored tensor, or row `index` of its first axis, or the rows of a slice (start and stop given)."""
         header = self.headers.get(name)
         if header is None:
             raise self._missing(name)
@@ -119,18 +130,22 @@ class Checkpoint:
                 where=str(self.folder / header.file),
                 next="give a checkpoint in a supported format",
             )
-        if index is not None and not 0 <= index < header.shape[0]:
+        if isinstance(index, int) and not 0 <= index < header.shape[0]:
             raise InputError(
                 wanted=f"a row of {name} below {header.shape[0]}",
                 got=str(index),
                 where=str(self.folder),
                 next="give token ids of this target's own tokenizer",
             )
-        shape = header.shape if index is None else header.shape[1:]
-        tensor = torch.empty(shape, dtype=DTYPES[header.dtype])
+        dtype, row = DTYPES[header.dtype], header.shape[1:]
+        if isinstance(index, slice):
+            shape, first = (index.stop - index.start, *row), index.start
+        else:
+            shape, first = (header.shape, 0) if index is None else (row, index)
+        tensor = torch.empty(shape, dtype=dtype)
         buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / header.file).open("rb", buffering=0) as file:
-            file.seek(header.offset + (index or 0) * buffer.nbytes)
+            file.seek(header.offset + first * math.prod(row) * dtype.itemsize)
             fill(file, buffer)
         return tensor
 

@@ -1,6 +1,6 @@
 """The check: which wirings were tried over a draft's captures, what each gives, and the one the draft was made for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from eyas.wiring.static_checks import Check
 from eyas.wiring.tap_findings import tap_findings
 
 NAME = "hypotheses"
+LOGIT_SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 PROBE = 256
 """Tokens run through the whole target to name captured taps that are not the declared ones."""
 
@@ -56,7 +57,7 @@ def check_hypotheses(target: Target, draft: Path, captures: CaptureReader, recom
     if not found and not verdict.telling:
         words = f"this draft is too weak for its wiring to show: a shifted token costs it nothing; {words}"
         return Check(NAME, "unknown", words, [], figures(verdict))
-    return Check(NAME, "fail" if found else "pass", words, found, figures(verdict))
+    return Check(NAME, "fail" if found else "pass", words, found, figures(verdict, found))
 
 
 def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
@@ -76,6 +77,7 @@ def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
         target_is_here=recompute,
         tied_target=torch.equal(target.head.weight, target.embedding),
         embedding_scale=scaled,
+        logit_scale=any(getattr(target.config, name, None) not in (None, 1.0) for name in LOGIT_SCALES),
     )
 
 
@@ -87,14 +89,14 @@ def name_captured(target: Target, parts: Parts, rig: Rig) -> list[Finding]:
     return tap_findings(matches, parts.config.boundaries, len(reference) - 1)
 
 
-def figures(verdict: Verdict) -> dict[str, Any]:
-    """For programs: every wiring tried, and the accept length to expect."""
+def figures(verdict: Verdict, found: Sequence[Finding] = ()) -> dict[str, Any]:
+    """For programs: every wiring tried, and the accept length to expect once what was `found` is mended."""
     best = verdict.best or verdict.declared
     return {
         "rows": verdict.rows,
         "documents": verdict.documents,
         "steps": STEPS,
-        "code": None if verdict.best is None else verdict.best.wiring.code,
+        "code": found[0].code if found else None,
         "accept_length": round(verdict.declared.outcome.accept_length, 4),
         "accept_length_after": round(best.outcome.accept_length, 4),
         "untold": [trial.wiring.name for trial in verdict.untold],
