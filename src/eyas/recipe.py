@@ -329,7 +329,7 @@ def recipe_reference(recipe: Recipe) -> list[dict[str, Any]]:
                 {
                     "key": f"{section}.{key}",
                     "value": getattr(value, key),
-                    "default": inner.default,
+                    "default": inner.get_default(call_default_factory=True),
                     "meaning": inner.description or "",
                 }
             )
