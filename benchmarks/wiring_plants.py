@@ -89,6 +89,7 @@ VARIANTS: dict[str, Variant] = {
     "own": Variant({"own_embedding": True}),
     "weak": Variant({"fc_norm": True}, steps=12, texts=3),
     "pace": Variant(wiring=Wiring(DECLARED, pace=0)),
+    "labels": Variant(wiring=Wiring(DECLARED, hidden=-1, token=-1)),
     "unscaled": Variant(wiring=Wiring(DECLARED, teacher="unscaled"), only=("granite",)),
 }
 RIGHT_VARIANTS = ("plain", "eagle31", "residual", "whole", "own", "weak")
@@ -285,6 +286,7 @@ def faults() -> list[Case]:
         Case("states two rows late", "token_shift", None, hidden=-2),
         Case("ids one row early", "token_shift", token=1),
         Case("ids one row late", "token_shift", token=-1),
+        Case("labels shifted twice in training", "token_shift", "labels"),
         Case("teacher stored normed, declared un-normed", "teacher_double_normed", change=normed_teacher),
         Case("teacher stored un-normed, declared normed", "teacher_not_normed", facts={"last_hidden_norm": "after"}),
         Case("taught without the target's logit scale", "teacher_scale", "unscaled", only=("granite",)),

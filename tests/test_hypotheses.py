@@ -103,6 +103,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "states_early": ("token_shift", {"hidden": 1}),
     "tokens_early": ("token_shift", {"token": 1}),
     "tokens_late": ("token_shift", {"token": -1}),
+    "labels_twice_shifted": ("token_shift", {"hidden": 1, "token": 1}),
     "residual": ("residual_norm", {"declared": {"norm_before_residual": True}}),
     "feedback": ("feedback_norm", {"declared": {"norm_output": True}}),
     "rope": ("rope_theta", {"declared": {"rope_theta": 100.0}}),

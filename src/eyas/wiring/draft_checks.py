@@ -71,7 +71,7 @@ def check_vocabulary(given: Given) -> Check:
     name = "vocabulary"
     if given.draft_folder is not None:
         tables = check_tables(newest_step(given.draft_folder))
-        if tables.status == "fail":
+        if tables.status == "fail" or given.reference is None:
             return tables
     draft = None if given.draft_folder is None or given.reference is None else given.bare_draft()
     if draft is None:
