@@ -9,8 +9,9 @@ import torch
 
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import RoundCosts
+from eyas.engine.forward import TargetForward
 from eyas.engine.generate import Engine
-from eyas.engine.propose import DraftProposer
+from eyas.engine.propose import DraftProposer, prepared
 from eyas.engine.tree import Tree, chain
 from eyas.errors import InputError
 from eyas.models.draft import Draft
@@ -65,11 +66,11 @@ def engine_of(target: Target, drafting: DraftingSettings, draft: Draft | None = 
 
 def told(target: Target, draft: Draft, drafting: DraftingSettings, ids: Sequence[int]) -> DraftProposer:
     """A proposer that has been told `ids` but for the last, which follows them."""
-    engine = engine_of(target, drafting, draft)
-    engine.forward.cache.reserve(len(ids) + 8)
-    _, taps = engine.forward.prefill(ids[:-1])
-    engine.close()
-    proposer = DraftProposer(draft, drafting)
+    forward = TargetForward(target, draft.config.boundaries)
+    forward.cache.reserve(len(ids))
+    _, taps = forward.prefill(ids[:-1])
+    forward.close()
+    proposer = DraftProposer(prepared(draft, target), drafting)
     proposer.reserve(len(ids))
     assert taps is not None
     proposer.observe(taps, ids[1:], 0)
@@ -113,7 +114,7 @@ def paths(tree: Tree) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_output": True, "num_hidden_layers": 2}, {"sliding_window": 5}])
-@pytest.mark.parametrize(("topk", "num_steps", "rows"), [(2, 3, 8), (3, 4, 12), (4, 2, 6)])
+@pytest.mark.parametrize(("topk", "num_steps", "rows"), [(2, 3, 8), (3, 3, 12)])
 def test_a_drafted_tree_is_that_of_brute_force(
     target32: Target, options: dict, topk: int, num_steps: int, rows: int
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_drafted_tree_is_that_of_brute_force(
 
 def test_one_branch_is_the_chain(target: Target) -> None:
     draft = random_draft(target)
-    for ids in prompts(6):
+    for ids in prompts(2):
         drafted = told(target, draft, CHAIN, [5, *ids]).propose(3)
         grown = told(target, draft, CHAIN.model_copy(update={"stop_below": 1e-30}), [5, *ids]).propose(3)
         assert drafted == grown
@@ -151,21 +152,24 @@ def test_a_draft_stops_where_it_is_unsure(target32: Target) -> None:
 # Texts
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_way_of_drafting_changes_a_token(target: Target, way: str) -> None:
-    engine = engine_of(target, WAYS[way])
+@pytest.mark.parametrize(
+    ("precision", "way"),
+    [*(("float32", way) for way in WAYS), *(("bfloat16", way) for way in ("chain", "tree", "all"))],
+)
+def test_no_way_of_drafting_changes_a_token(folder: Path, precision: str, way: str) -> None:
+    engine = engine_of(load_target(str(folder), dtype=precision), WAYS[way])
     assert engine.facts.lossless
     for prompt in prompts(3)[1:]:
         for sampling in (SamplingSettings(), SAMPLED):
-            plain = engine.generate(prompt, 32, 0, ignore_eos=True, sampling=sampling)
-            fast = engine.generate(prompt, 32, 3, ignore_eos=True, sampling=sampling)
+            plain = engine.generate(prompt, 24, 0, ignore_eos=True, sampling=sampling)
+            fast = engine.generate(prompt, 24, 3, ignore_eos=True, sampling=sampling)
             assert fast.ids == plain.ids
             assert len(fast.rounds) == len(fast.depths)
-            assert plain.depths == (0,) * 31
+            assert plain.depths == (0,) * 23
 
 
-def test_ngrams_alone_need_no_draft(target: Target) -> None:
-    engine = Engine(target, drafting=CHAIN.model_copy(update={"ngram": 3}), kernels="torch", announce=False)
+def test_ngrams_alone_need_no_draft(target32: Target) -> None:
+    engine = Engine(target32, drafting=CHAIN.model_copy(update={"ngram": 3}), kernels="torch", announce=False)
     accepted = 0
     for prompt in prompts(5):
         plain = engine.generate(prompt, 48, 0, ignore_eos=True)
@@ -175,7 +179,7 @@ def test_ngrams_alone_need_no_draft(target: Target) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("period", [2, 3, 5])
+@pytest.mark.parametrize("period", [2, 5])
 def test_a_path_beside_the_first_branch_is_kept_right(target: Target, period: int) -> None:
     drafting = DraftingSettings(num_steps=3, topk=3, num_draft_tokens=10)
     engine = engine_of(target, drafting)

@@ -38,7 +38,7 @@ SETTINGS = {
     "repetition": SamplingSettings(temperature=1.0, repetition_penalty=1.8),
     "presence": SamplingSettings(temperature=1.0, presence_penalty=1.5),
     "frequency": SamplingSettings(temperature=1.0, frequency_penalty=1.0),
-    "bias": SamplingSettings(temperature=1.0, logit_bias={0: 1.0, 5: -2.0}),
+    "bias": SamplingSettings(temperature=1.0, logit_bias={"0": 1.0, "5": -2.0}),
     "all": SamplingSettings(
         temperature=0.9,
         top_k=5,
@@ -47,7 +47,7 @@ SETTINGS = {
         repetition_penalty=1.2,
         presence_penalty=0.4,
         frequency_penalty=0.3,
-        logit_bias={1: 0.5},
+        logit_bias={"1": 0.5},
     ),
 }
 
@@ -79,7 +79,7 @@ def hugging_face(logits_V: Tensor, settings: SamplingSettings, history: Sequence
     ids, text = torch.tensor([list(history)]), history[len(PROMPT) :]
     before, after = LogitsProcessorList(), LogitsProcessorList()
     if settings.logit_bias:
-        before.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in settings.logit_bias.items()]))
+        before.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in settings.biases.items()]))
     if settings.repetition_penalty != 1.0:
         before.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
     after.append(TemperatureLogitsWarper(settings.temperature))
@@ -274,7 +274,7 @@ def test_greedy_is_the_lowest_of_the_likeliest_after_bias_and_penalties() -> Non
         return Sampler(SamplingSettings(**settings), [3], 4).choose(logits, drafted)
 
     assert choose() == 1
-    assert choose(logit_bias={0: 4.5}) == 0
+    assert choose(logit_bias={"0": 4.5}) == 0
     assert choose([1], presence_penalty=0.5) == 2
     assert choose([1, 2], presence_penalty=0.5) == 1
     assert choose([1, 1, 2], frequency_penalty=0.5) == 2
@@ -284,7 +284,7 @@ def test_greedy_is_the_lowest_of_the_likeliest_after_bias_and_penalties() -> Non
 
 def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="below 4"):
-        Sampler(SamplingSettings(logit_bias={4: 1.0}), [1], 4)
+        Sampler(SamplingSettings(logit_bias={"4": 1.0}), [1], 4)
 
 
 def test_a_number_of_a_place_is_uniform_and_its_own() -> None:

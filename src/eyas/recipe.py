@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.engines import parse_engine
-from eyas.settings import Section
+from eyas.settings import DraftingSettings, SamplingSettings, Section, section
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -170,7 +170,7 @@ class ExportSettings(Section):
         return names
 
 
-class BenchSettings(Section):
+class BenchSettings(DraftingSettings, SamplingSettings):
     """Plain against speculative decoding, paired."""
 
     prompts: str = "test"
@@ -179,14 +179,22 @@ class BenchSettings(Section):
     """Prompts used; none means all."""
     max_new_tokens: int = Field(default=96, ge=2)
     """Tokens generated a prompt; the first comes from the prefill and is not timed."""
-    num_steps: int | None = Field(default=None, ge=1, le=64)
-    """Chain depth; none picks it from measured survival and step costs."""
     precision: Precision = "auto"
     """`auto` measures which is faster; equality of outputs is measured in float32 whatever this says."""
+    draft_precision: Literal["target", "float32", "bfloat16"] = "target"
+    """The draft's arithmetic; `target` is the target's."""
     repeats: int = Field(default=1, ge=1)
     """Times each prompt is decoded each way, order alternating."""
     equality_limit: int = Field(default=8, ge=0)
     """Prompts whose float32 outputs are compared token for token."""
+
+    @property
+    def drafting(self) -> DraftingSettings:
+        return section(DraftingSettings, self)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        return section(SamplingSettings, self)
 
 
 class TraceSettings(Section):
@@ -319,15 +327,15 @@ def _read_text(path: Path) -> str:
 def recipe_reference(recipe: Recipe) -> list[dict[str, Any]]:
     """Every key of a recipe: section, key, value, default and meaning."""
     rows: list[dict[str, Any]] = []
-    for section, field in Recipe.model_fields.items():
-        value = getattr(recipe, section)
+    for name, field in Recipe.model_fields.items():
+        value = getattr(recipe, name)
         if not isinstance(value, BaseModel):
-            rows.append({"key": section, "value": value, "default": field.default, "meaning": field.description or ""})
+            rows.append({"key": name, "value": value, "default": field.default, "meaning": field.description or ""})
             continue
         for key, inner in type(value).model_fields.items():
             rows.append(
                 {
-                    "key": f"{section}.{key}",
+                    "key": f"{name}.{key}",
                     "value": getattr(value, key),
                     "default": inner.get_default(call_default_factory=True),
                     "meaning": inner.description or "",

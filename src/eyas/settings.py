@@ -1,9 +1,9 @@
 """Settings that recipe and engine share: the base of every section, how tokens are drafted, how they are chosen."""
 
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -12,7 +12,16 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+Kind = TypeVar("Kind", bound=Section)
+
+
+def section(kind: type[Kind], settings: Section) -> Kind:
+    """The part of `settings` that belongs to `kind`, which it extends."""
+    return kind(**{name: getattr(settings, name) for name in kind.model_fields})
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class DraftingSettings(Section):
@@ -69,14 +78,26 @@ class SamplingSettings(Section):
     """Taken off the logit of every token of the text so far."""
     frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
     """Taken off the logit of a token as often as the text so far holds it."""
-    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] = Field(default={})
-    """Token id to what is added to its logit, before anything else."""
+    logit_bias: dict[str, Finite] = Field(default={})
+    """Token id (text, as keys of TOML and JSON are) to what is added to its logit, before anything else."""
     seed: int = 0
     """The same seed gives the same text for a prompt, drafted or not."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _of_tokens(cls, biases: dict[str, float]) -> dict[str, float]:
+        for token in biases:
+            if not token.isdecimal():
+                raise ValueError(f"{token!r} is no token id")
+        return biases
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def biases(self) -> dict[int, float]:
+        return {int(token): bias for token, bias in self.logit_bias.items()}
 
     @property
     def adjusts(self) -> bool:

@@ -141,19 +141,21 @@ def export(
 @app.command
 def bench(
     *,
-    draft: Path,
+    draft: Path | None = None,
     target: TargetFlags = TARGET,
     settings: Annotated[BenchSettings, Flat] = BenchSettings(),
     common: Common = FLAGS,
 ) -> int:
-    """Plain against speculative decoding by the embedded engine, paired, with an interval."""
+    """Plain against speculative decoding by the embedded engine, paired, with an interval; without a draft, n-grams."""
 
     def work() -> dict[str, Any]:
         from eyas.measure.bench import bench
 
         return bench(target.settings, draft, settings)
 
-    result = finish(common, Plan("bench", [draft, settings.prompts, target.target], [], settings), work)
+    result = finish(
+        common, Plan("bench", [*([draft] if draft else []), settings.prompts, target.target], [], settings), work
+    )
     return 1 if result.get("identical_outputs") is False else 0
 
 

@@ -17,13 +17,15 @@ from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import DraftProposer
 from eyas.engine.tree import Tree
 
-FORGET = 0.95
-"""A round counts this much of the one after it: about 20 rounds are remembered."""
+FORGET = 0.97
+"""A round counts this much of the one after it: about 33 rounds are remembered."""
 HOPE, WEIGHT = 0.6, 2.0
 """Before anything is known the first level is accepted so often, counted as so many rounds; a deeper one as often as
 the level before it."""
 PATIENCE, MOST_PATIENCE = 16, 256
 """Rounds until an arm left aside is tried again, at first and at most."""
+TRY, FADE = 6, 0.25
+"""Rounds of a try, and what its outcome leaves of what was known before."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
 
@@ -45,6 +47,11 @@ class Survival:
             self.tries[level] = FORGET * self.tries[level] + reached
             self.hits[level] = FORGET * self.hits[level] + (reached and level < accepted)
 
+    def fade(self) -> None:
+        """Let what comes next count for more."""
+        self.hits = [FADE * hits for hits in self.hits]
+        self.tries = [FADE * tries for tries in self.tries]
+
     def gained(self, depth: int) -> list[float]:
         """Expected tokens of a round of 0, 1, ... `depth` levels, the bonus token included."""
         gained, survival, conditional = [1.0], 1.0, HOPE
@@ -64,6 +71,8 @@ class Arm:
     patience: int = PATIENCE
     aside: int = 0
     streak: int = 0
+    trying: int = 0
+    """Rounds that are left of a try."""
 
     def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
         """(tokens a second, depth) of the best of `depths`, the shallower of equals."""
@@ -72,15 +81,19 @@ class Arm:
 
     @property
     def due(self) -> bool:
-        return self.aside >= self.patience
+        """Whether it is to be run though it is not the best."""
+        return self.trying > 0 or self.aside >= self.patience
 
     def turn(self, *, run: bool, best: bool) -> None:
-        """A round goes by in which this arm had something to offer. A try (run though not best) costs patience."""
+        """A round goes by in which this arm has something to offer. A try that begins costs patience, success returns
+        it."""
+        if run and self.aside >= self.patience:
+            self.survival.fade()
+            self.trying, self.patience = TRY, min(MOST_PATIENCE, 2 * self.patience)
+        self.trying = max(0, self.trying - run)
         self.aside = 0 if run else self.aside + 1
         self.streak = self.streak + 1 if run and best else 0
-        if run and not best:
-            self.patience = min(MOST_PATIENCE, 2 * self.patience)
-        elif self.streak >= PATIENCE:
+        if self.streak >= PATIENCE:
             self.patience = PATIENCE
 
 

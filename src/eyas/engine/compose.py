@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from eyas.engine.adapt import AdaptiveProposer
@@ -29,15 +30,16 @@ def compose(
     drafting: DraftingSettings,
     kernels: str = "auto",
     costs: RoundCosts | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Proposers:
-    """`drafting.num_steps` is set. `costs` None: measured where something is to be chosen by them.
+    """`drafting.num_steps` is set; `costs` None: measured where something is chosen by them; `dtype`: the draft's.
 
     Raises InputError for a draft that does not fit the target.
     """
     assert drafting.num_steps is not None, "an engine knows its deepest round"
     first, linears = None, []
     if draft is not None:
-        first = DraftProposer(prepared(draft, forward.target), drafting)
+        first = DraftProposer(prepared(draft, forward.target, dtype), drafting)
         linears = first.settle(max(drafting.num_steps + 1, drafting.topk), kernels)
     second = NgramProposer(drafting.ngram) if drafting.ngram else None
     if drafting.adaptive or (first and second):

@@ -36,11 +36,11 @@ class Engine:
     """A target, and a draft if any, ready to generate.
 
     `drafting` says what is drafted and how deep at most, which fixes the row bucket (None: a chain of `num_steps`, by
-    the draft if there is one). `costs` are what an adaptive depth is chosen by (None: measured here). `kernels` "auto"
-    measures, "torch" keeps F.linear. `cache_rows` bounds the caches (None: as large as a text needs). `trace` (None: as
-    EYAS_TRACE says) records every stage until close(). The target's modules are used in place (attention and linears
-    are exchanged), so one engine at a time owns a target: close() gives it back. Raises InputError for a draft that
-    does not fit the target.
+    the draft if there is one). `costs` are what an adaptive depth is chosen by (None: measured here). `draft_dtype`
+    None is the target's. `kernels` "auto" measures, "torch" keeps F.linear. `cache_rows` bounds the caches (None: as
+    large as a text needs). `trace` (None: as EYAS_TRACE says) records every stage until close(). The target's modules
+    are used in place (attention and linears are exchanged), so one engine at a time owns a target: close() gives it
+    back. Raises InputError for a draft that does not fit the target.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Engine:
         announce: bool = True,
         trace: TraceRequest | None = None,
         cache_rows: int | None = None,
+        draft_dtype: torch.dtype | None = None,
         costs: RoundCosts | None = None,
     ) -> None:
         self.target, self.cache_rows = target, cache_rows
@@ -67,7 +68,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 self.facts = settle(self.forward, self.rows, kernels)
-                made = compose(self.forward, draft, self.drafting, kernels, costs)
+                made = compose(self.forward, draft, self.drafting, kernels, costs, draft_dtype)
             self.proposer: Proposer | None = made.proposer
             self.costs = made.costs
             self._linears += made.linears

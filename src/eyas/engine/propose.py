@@ -87,7 +87,7 @@ class DraftProposer:
         if not self._told:
             assert start <= self._next_row, "rows are told in order"
             self._next_row = start
-        self._told.append((taps_BRA, ids))
+        self._told.append((taps_BRA.to(self.draft.fc.weight.dtype), ids))
 
     def propose(self, num_steps: int) -> Tree:
         """Chain or tree, as target ids. Rows it writes are the draft's own guesses."""
@@ -157,8 +157,8 @@ class DraftProposer:
         return self.cache.attend(layer, query, key, value, window=self.draft.config.sliding_window)
 
 
-def prepared(draft: Draft, target: Target) -> Draft:
-    """`draft` in the target's precision, on its device, with its embedding (in place).
+def prepared(draft: Draft, target: Target, dtype: torch.dtype | None = None) -> Draft:
+    """`draft` in `dtype` (None: the target's precision), on the target's device, with its embedding (in place).
 
     Raises InputError for a draft of another target's shape.
     """
@@ -175,6 +175,6 @@ def prepared(draft: Draft, target: Target) -> Draft:
         )
     for parameter in draft.parameters():  # not .to(): it would round the rotary frequencies, which are a buffer
         if not parameter.is_meta:
-            parameter.data = parameter.data.to(target.model.device, target.dtype)
-    draft.share_embedding(target.embedding)
+            parameter.data = parameter.data.to(target.model.device, dtype or target.dtype)
+    draft.share_embedding(target.embedding.to(dtype or target.dtype))
     return draft.eval().requires_grad_(False)

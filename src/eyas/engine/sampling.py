@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(self, settings: SamplingSettings, prompt_ids: Sequence[int], vocab_size: int) -> None:
         """Raises InputError for a bias on a token that does not exist."""
-        unknown = [token for token in settings.logit_bias if not 0 <= token < vocab_size]
+        unknown = [token for token in settings.biases if not 0 <= token < vocab_size]
         if unknown:
             raise InputError(
                 wanted=f"token ids below {vocab_size}",
@@ -72,8 +72,8 @@ def adjusted(logits_V: Tensor, settings: SamplingSettings, prompt: frozenset[int
     logits_V = logits_V.float().clone()
     device = logits_V.device
     if settings.logit_bias:
-        biased = torch.tensor(list(settings.logit_bias), device=device)
-        logits_V[biased] += torch.tensor(list(settings.logit_bias.values()), device=device)
+        biased = torch.tensor(list(settings.biases), device=device)
+        logits_V[biased] += torch.tensor(list(settings.biases.values()), device=device)
     if settings.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(prompt | counts.keys()), dtype=torch.long, device=device)
         of_seen = logits_V[seen]

@@ -14,11 +14,13 @@ import torch
 
 from eyas.engine.costs import StepCosts, measure_costs
 from eyas.engine.generate import Engine, Generation
+from eyas.errors import InputError
 from eyas.measure import stats
 from eyas.measure.prompts import BenchPrompt, bench_prompts
 from eyas.measure.stats import Depth, Timing
-from eyas.models.checkpoint import load_draft
+from eyas.models.checkpoint import has_info, load_draft
 from eyas.models.draft import Draft
+from eyas.models.foreign import name_target
 from eyas.models.target import DTYPES, Target, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import BenchSettings, TargetSettings
@@ -26,6 +28,7 @@ from eyas.run import machine, versions
 from eyas.training.inputs import check_identity
 
 JSON = dict[str, Any]
+Loaded = tuple[Target, Draft | None]
 DEEPEST = 4
 WARM_UP = 2
 
@@ -35,7 +38,7 @@ class Candidate:
     """A precision that could be benched, what rounds cost in it, and the depth to run."""
 
     target: Target
-    draft: Draft
+    draft: Draft | None
     costs: StepCosts | None
     depth: Depth | None
     num_steps: int
@@ -54,37 +57,46 @@ class Ways:
 
 
 def bench(
-    target: TargetSettings, draft: Path, settings: BenchSettings, survival: Sequence[float] | None = None
+    target: TargetSettings, draft: Path | None, settings: BenchSettings, survival: Sequence[float] | None = None
 ) -> JSON:
-    """Bench the draft in folder `draft`. `survival` (evaluate's) serves the choice of a depth where settings name none.
+    """Bench the draft in folder `draft`; None benches n-gram drafting alone. `survival` (evaluate's) serves the choice
+    of a depth where settings name none.
 
     Returns `baseline`, `speculative`, `speedup`, `identical_outputs`, `divergence`, and the conditions. Raises
-    InputError for prompts, targets or drafts that cannot be used.
+    InputError for prompts, targets or drafts that cannot be used, and where there is nothing to draft with.
     """
+    if draft is None and not settings.ngram:
+        raise InputError(wanted="a draft, or n-gram drafting", got="neither", where="bench", next="--draft DRAFT")
     load = _loader(target, draft)
     exact = load("float32")
     prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)
     chosen = choose(load, exact, settings, survival, prompts)
-    engine = Engine(chosen.target, chosen.draft, num_steps=chosen.num_steps)
+    drafting = settings.drafting.model_copy(update={"num_steps": chosen.num_steps})
+    engine = Engine(chosen.target, chosen.draft, drafting=drafting, draft_dtype=DTYPES.get(settings.draft_precision))
     padded = warm_up(engine, prompts, settings)
     ways = decode_both(engine, prompts, settings, chosen.num_steps, padded)
-    facts, dtype = engine.facts, chosen.target.dtype
+    facts, dtype, round_costs = engine.facts, chosen.target.dtype, engine.costs
     known: dict[tuple[str, int], tuple[int, ...]] = {}
-    equal_on = prompts[: settings.equality_limit]
+    equal_on = [] if settings.simulate else prompts[: settings.equality_limit]
     if dtype == torch.float32:
         known = texts(ways, prompts, settings.repeats, chosen.num_steps, padded)
         if padded and equal_on:
             equal_on = prompts
     else:
         engine.close()
-        engine = Engine(*exact, num_steps=chosen.num_steps, announce=False)
+        engine = Engine(*exact, drafting=drafting, announce=False, costs=round_costs)
     identical = _identical(engine, equal_on, settings, chosen.num_steps, known)
     engine.close()
     return {
         **figures(ways, chosen.num_steps, settings.repeats),
         "identical_outputs": identical,
         "identical_prompts": len(equal_on),
+        "valid_outputs": not settings.simulate,
         "num_steps": chosen.num_steps,
+        "drafting": drafting.model_dump(mode="json"),
+        "sampling": settings.sampling.model_dump(mode="json"),
+        "draft_precision": settings.draft_precision,
+        "round_costs": asdict(round_costs) if round_costs else None,
         "prompts": settings.prompts,
         "precision": str(dtype).removeprefix("torch."),
         "baseline_path": "bucket" if padded else "single rows",
@@ -99,38 +111,51 @@ def bench(
 
 
 def choose(
-    load: Callable[[str], tuple[Target, Draft]],
-    exact: tuple[Target, Draft],
+    load: Callable[[str], Loaded],
+    exact: Loaded,
     settings: BenchSettings,
     survival: Sequence[float] | None,
     prompts: Sequence[BenchPrompt],
 ) -> Candidate:
-    """Precision and depth: those the settings name, else those predicted to give the most tokens a second."""
+    """Precision and depth: those the settings name, else those predicted to give the most tokens a second.
+
+    What is predicted is a chain; trees, n-grams and an adaptive depth run at most DEEPEST levels where none is named.
+    """
     names = ("float32", "bfloat16") if settings.precision == "auto" else (settings.precision,)
-    if settings.num_steps is not None and len(names) == 1:
+    shaped = settings.topk > 1 or settings.adaptive or settings.ngram > 0
+    num_steps = settings.num_steps or (DEEPEST if shaped else None)
+    if exact[1] is None:
+        names = names[:1]  # without a draft's rounds to weigh, `auto` is the precision whose texts are compared
+    if num_steps is not None and len(names) == 1:
         loaded = exact if names[0] == "float32" else load(names[0])
-        return Candidate(*loaded, None, None, settings.num_steps)
+        return Candidate(*loaded, None, None, num_steps)
+    survival = survival or settings.simulate
     survival = list(survival) if survival is not None else pilot(exact, prompts, settings)
-    if settings.num_steps is not None:
-        survival += [0.0] * (settings.num_steps - len(survival))
-    depths = [settings.num_steps] if settings.num_steps else list(range(1, min(DEEPEST, len(survival)) + 1))
-    candidates = []
-    for name in names:
-        loaded = exact if name == "float32" else load(name)
-        costs = measure_costs(*loaded, depths)
-        rounds = {depth: costs.round(depth) for depth in depths}
-        depth = stats.choose_num_steps(survival, costs.plain, rounds)
-        say(
-            f"bench: {name}: plain step {costs.plain * 1e3:.1f} ms; rounds "
-            + ", ".join(f"of {depth}: {seconds * 1e3:.1f} ms" for depth, seconds in rounds.items())
-            + f"; best depth {depth.num_steps}, predicted {1 / depth.seconds_per_token:.1f} tokens/s, "
-            f"{depth.speedup:.2f}x"
-        )
-        candidates.append(Candidate(*loaded, costs, depth, depth.num_steps))
-    return min(candidates, key=lambda candidate: candidate.seconds_per_token)
+    if num_steps is not None:
+        survival += [0.0] * (num_steps - len(survival))
+    depths = [num_steps] if num_steps else list(range(1, min(DEEPEST, len(survival)) + 1))
+    return min((candidate(name, load, exact, depths, survival) for name in names), key=lambda c: c.seconds_per_token)
 
 
-def pilot(loaded: tuple[Target, Draft], prompts: Sequence[BenchPrompt], settings: BenchSettings) -> list[float]:
+def candidate(
+    name: str, load: Callable[[str], Loaded], exact: Loaded, depths: Sequence[int], survival: Sequence[float]
+) -> Candidate:
+    """Cost and best depth of one precision."""
+    target, draft = exact if name == "float32" else load(name)
+    assert draft is not None, "rounds of a draft are weighed"
+    costs = measure_costs(target, draft, depths)
+    rounds = {depth: costs.round(depth) for depth in depths}
+    depth = stats.choose_num_steps(survival, costs.plain, rounds)
+    say(
+        f"bench: {name}: plain step {costs.plain * 1e3:.1f} ms; rounds "
+        + ", ".join(f"of {depth}: {seconds * 1e3:.1f} ms" for depth, seconds in rounds.items())
+        + f"; best depth {depth.num_steps}, predicted {1 / depth.seconds_per_token:.1f} tokens/s, "
+        f"{depth.speedup:.2f}x"
+    )
+    return Candidate(target, draft, costs, depth, depth.num_steps)
+
+
+def pilot(loaded: Loaded, prompts: Sequence[BenchPrompt], settings: BenchSettings) -> list[float]:
     """Survival of the deepest chain on a few of the prompts, for want of the evaluator's."""
     deepest = settings.num_steps or DEEPEST
     engine = Engine(*loaded, num_steps=deepest, announce=False)
@@ -143,11 +168,11 @@ def pilot(loaded: tuple[Target, Draft], prompts: Sequence[BenchPrompt], settings
 def warm_up(engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSettings) -> bool:
     """Decode a little every way, untimed in the result; whether the bucketed plain path is the faster."""
     seconds = {True: float("inf"), False: float("inf")}
-    tokens = min(24, settings.max_new_tokens)
-    engine.generate(prompts[0].ids, tokens, engine.num_steps, ignore_eos=True)
+    tokens, sampling = min(24, settings.max_new_tokens), settings.sampling
+    engine.generate(prompts[0].ids, tokens, engine.num_steps, ignore_eos=True, sampling=sampling)
     for prompt in prompts[:WARM_UP]:
         for padded in (True, False):
-            run = engine.generate(prompt.ids, tokens, 0, ignore_eos=True, padded=padded)
+            run = engine.generate(prompt.ids, tokens, 0, ignore_eos=True, padded=padded, sampling=sampling)
             seconds[padded] = min(seconds[padded], run.seconds_decode)
     return seconds[True] <= seconds[False]
 
@@ -155,15 +180,16 @@ def warm_up(engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSetti
 def decode_both(
     engine: Engine, prompts: Sequence[BenchPrompt], settings: BenchSettings, num_steps: int, padded: bool
 ) -> Ways:
-    """Every prompt both ways, the order alternating from one to the next."""
-    ways, limit = Ways([], []), settings.max_new_tokens
+    """Every prompt both ways, the order alternating from one to the next; simulated texts have no end of their own, and
+    so plain ones are not let end either."""
+    ways, limit, sampling, endless = Ways([], []), settings.max_new_tokens, settings.sampling, bool(settings.simulate)
     with Progress("bench", len(prompts) * settings.repeats, "prompts") as bar:
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(settings.repeats)):
             for fast in (False, True) if index % 2 == 0 else (True, False):
                 if fast:
-                    ways.fast.append(engine.generate(prompt.ids, limit, num_steps))
+                    ways.fast.append(engine.generate(prompt.ids, limit, num_steps, endless, sampling=sampling))
                 else:
-                    ways.plain.append(engine.generate(prompt.ids, limit, 0, padded=padded))
+                    ways.plain.append(engine.generate(prompt.ids, limit, 0, endless, padded, sampling))
             bar.advance(1, note=f"{rough_speedup(ways):.2f}x so far")
     return ways
 
@@ -177,6 +203,7 @@ def figures(ways: Ways, num_steps: int, repeats: int) -> JSON:
     """`baseline`, `speculative`, `speedup` and `divergence` of all prompts."""
     plain, fast = _per_prompt(ways.plain, repeats), _per_prompt(ways.fast, repeats)
     rounds = [accepted for run in ways.fast for accepted in run.rounds]
+    depths = [depth for run in ways.fast for depth in run.depths]
     parted = sum(a.ids != b.ids for a, b in zip(ways.plain, ways.fast, strict=True))
     return {
         "baseline": stats.rates(plain),
@@ -186,6 +213,7 @@ def figures(ways: Ways, num_steps: int, repeats: int) -> JSON:
             "survival": stats.survival(rounds, num_steps),
             "rounds": len(rounds),
             "num_steps": num_steps,
+            "depths": {str(depth): depths.count(depth) for depth in sorted(set(depths))},
         },
         "speedup": stats.speedup(list(zip(plain, fast, strict=True))).as_dict(),
         "divergence": round(parted / len(ways.plain), 4),
@@ -236,7 +264,8 @@ def _identical(
     with Progress("equality, float32", len(prompts), "prompts") as bar:
         for prompt in prompts:
             plain, fast = (
-                known.get((prompt.id, steps)) or engine.generate(prompt.ids, settings.max_new_tokens, steps).ids
+                known.get((prompt.id, steps))
+                or engine.generate(prompt.ids, settings.max_new_tokens, steps, sampling=settings.sampling).ids
                 for steps in (0, num_steps)
             )
             same = same and plain == fast
@@ -244,10 +273,13 @@ def _identical(
     return same
 
 
-def _loader(target: TargetSettings, draft: Path) -> Callable[[str], tuple[Target, Draft]]:
-    def load(precision: str) -> tuple[Target, Draft]:
+def _loader(target: TargetSettings, draft: Path | None) -> Callable[[str], Loaded]:
+    def load(precision: str) -> Loaded:
         loaded = load_target(target.name, dtype=precision, trust_remote_code=target.trust_remote_code)
-        module, info = load_draft(draft, loaded.embedding, DTYPES[precision])
+        if draft is None:
+            return loaded, None
+        foreign = None if has_info(draft) else name_target(target.name, target.trust_remote_code)
+        module, info = load_draft(draft, loaded.embedding, DTYPES[precision], foreign)
         check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
         return loaded, module
 

@@ -1,0 +1,122 @@
+"""The choice of who drafts and how deep, against a made-up engine whose costs and acceptance are known."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from eyas.engine.adapt import AdaptiveProposer, Arm, Survival
+from eyas.engine.costs import RoundCosts
+from eyas.engine.ngram import NgramProposer
+from eyas.engine.tree import Tree, chain
+
+COSTS = RoundCosts({0: 1.0, 1: 1.2, 2: 1.35, 3: 1.5, 4: 2.2}, {0: 1.0, 1: 1.1, 2: 1.15, 3: 1.2, 4: 1.8})
+
+
+class MadeUpDraft:
+    """Drafts a chain of nonsense; what is accepted is decided elsewhere."""
+
+    def reserve(self, rows: int) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def observe(self, taps_BRA: object, ids: Sequence[int], start: int) -> None: ...
+
+    def propose(self, num_steps: int) -> Tree:
+        return chain([7] * num_steps)
+
+
+def run(
+    proposer: AdaptiveProposer, rate: Callable[[int], float], rounds: int, seed: int = 0
+) -> tuple[list[int], float]:
+    """(depths, cost of a token) where every drafted token of round i is accepted with probability rate(i)."""
+    rng, depths, tokens, cost, start = random.Random(seed), [], 0, 0.0, 0
+    proposer.begin()
+    for index in range(rounds):
+        depth = proposer.propose(4).depth
+        accepted = next((level for level in range(depth) if rng.random() >= rate(index)), depth)
+        proposer.observe(None, [9] * (accepted + 1), start)
+        start += accepted + 1
+        depths.append(depth)
+        tokens += accepted + 1
+        cost += COSTS.draft[depth]
+    return depths, cost / tokens
+
+
+def adaptive() -> AdaptiveProposer:
+    return AdaptiveProposer(MadeUpDraft(), None, COSTS)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.1])
+def test_a_bad_draft_costs_less_than_three_percent(rate: float, seed: int) -> None:
+    depths, cost = run(adaptive(), lambda index: rate, 1500, seed)
+    assert cost < 1 / 0.97
+    assert depths.count(0) > 1350
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9])
+def test_a_good_draft_runs_near_its_best_depth(rate: float) -> None:
+    _, cost = run(adaptive(), lambda index: rate, 1500)
+    best = min(COSTS.draft[d] / sum(rate**level for level in range(d + 1)) for d in range(5))
+    assert cost < 1.08 * best
+
+
+def test_a_draft_that_turns_good_is_found_again_and_one_that_turns_bad_is_left() -> None:
+    depths, _ = run(adaptive(), lambda index: 0.9 if 1000 <= index < 1600 else 0.0, 2200)
+    assert depths[900:1000].count(0) > 95
+    assert depths[1300:1600].count(0) < 30
+    assert depths[1700:].count(0) > 450
+
+
+def test_the_same_texts_give_the_same_rounds() -> None:
+    assert run(adaptive(), lambda index: 0.5, 400) == run(adaptive(), lambda index: 0.5, 400)
+
+
+def test_survival_remembers_late_rounds_and_hopes_for_deeper_levels() -> None:
+    survival = Survival()
+    assert survival.gained(2) == pytest.approx([1.0, 1.6, 1.96])
+    survival.learn(drafted=2, accepted=1)
+    # Level 1: (1 + 2 * 0.6) / 3; level 2: (0 + 2 * level 1) / 3; level 3, never tried, as level 2.
+    first, second = 2.2 / 3, 4.4 / 9
+    assert survival.gained(3) == pytest.approx(
+        [1.0, 1 + first, 1 + first + first * second, 1 + first + first * second + first * second**2]
+    )
+    for _ in range(200):
+        survival.learn(drafted=1, accepted=1)
+    gained = survival.gained(2)
+    assert gained[1] == pytest.approx(1.98, abs=0.03)
+    assert gained[2] - gained[1] == pytest.approx(0.97, abs=0.05), "a level long untried is hoped for again"
+
+
+def test_patience_doubles_with_vain_tries_and_returns_with_success() -> None:
+    arm = Arm()
+    for patience in (16, 32, 64, 128, 256, 256):
+        for _ in range(patience):
+            assert not arm.due
+            arm.turn(run=False, best=False)
+        for _ in range(6):
+            assert arm.due
+            arm.turn(run=True, best=False)
+    for _ in range(16):
+        arm.turn(run=True, best=True)
+    assert arm.patience == 16
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_ngrams_are_used_where_they_beat_the_draft(fixed: bool) -> None:
+    proposer = AdaptiveProposer(MadeUpDraft(), NgramProposer(3), COSTS, fixed)  # pyrefly: ignore
+    proposer.begin()
+    loop = [1, 2, 3, 4, 5]
+    proposer.observe(None, loop * 2, 0)
+    start, by_ngram = 10, []
+    for _ in range(200):  # the text is a loop: matches are always right, the draft's 7 never
+        tree = proposer.propose(4)
+        right = [loop[(start + step) % 5] for step in range(5)]
+        accepted = next((i for i, token in enumerate(tree.tokens) if token != right[i]), tree.depth)
+        proposer.observe(None, right[: accepted + 1], start)
+        start += accepted + 1
+        by_ngram.append(bool(tree.tokens) and tree.tokens[0] != 7)
+    assert sum(by_ngram[50:]) > 125
+    assert proposer.arms["ngram 3"].survival.gained(1)[1] > 1.9
+    assert proposer.arms["draft"].survival.gained(1)[1] < 1.4
