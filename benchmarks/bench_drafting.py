@@ -1,0 +1,107 @@
+"""Ways of drafting against plain decoding, paired: accept length, tokens drafted a round, and decode seconds per token.
+
+    python benchmarks/bench_drafting.py --draft DRAFT [--precision bfloat16] [--prompts 12] [--ways chain,tree]
+
+Without a draft an untrained one is taken: the worst case of an adaptive depth. Every prompt is decoded plainly and in
+every way in turn, so that a busy moment of the machine strikes all alike; read the ratios.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from eyas.engine.generate import Engine, Generation
+from eyas.formats.taps import default_boundaries
+from eyas.measure.prompts import bench_prompts
+from eyas.measure.stats import accept_length, survival
+from eyas.models.checkpoint import load_draft
+from eyas.models.draft import Draft
+from eyas.models.target import DTYPES, load_target
+from eyas.progress import Progress, say
+from eyas.recipe import DraftSettings
+from eyas.run import machine, versions
+from eyas.settings import DraftingSettings
+from eyas.training.initialise import draft_config
+
+DEPTH = 4
+CHAIN = DraftingSettings(num_steps=DEPTH)
+TREE = DraftingSettings(num_steps=DEPTH, topk=4, num_draft_tokens=8)
+WAYS = {
+    "chain of 1": DraftingSettings(num_steps=1),
+    "chain of 2": DraftingSettings(num_steps=2),
+    "chain": CHAIN,
+    "unsure 0.1": CHAIN.model_copy(update={"stop_below": 0.1}),
+    "unsure 0.3": CHAIN.model_copy(update={"stop_below": 0.3}),
+    "unsure 0.5": CHAIN.model_copy(update={"stop_below": 0.5}),
+    "tree": TREE,
+    "tree unsure 0.1": TREE.model_copy(update={"stop_below": 0.1}),
+    "ngram": CHAIN.model_copy(update={"ngram": 3}),
+    "adaptive": CHAIN.model_copy(update={"adaptive": True}),
+    "adaptive ngram": CHAIN.model_copy(update={"adaptive": True, "ngram": 3}),
+    "adaptive tree": TREE.model_copy(update={"adaptive": True}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--target", default="smollm2-135m-instruct-q4")
+    parser.add_argument("--precision", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--out", type=Path, default=Path("bench/out/drafting.json"))
+    given = parser.parse_args()
+    target = load_target(given.target, dtype=given.precision)
+    if given.draft:
+        draft = load_draft(given.draft, target.embedding, target.dtype)[0]
+    else:
+        torch.manual_seed(0)
+        draft = Draft(draft_config(target, default_boundaries(target.num_hidden_layers), DraftSettings()))
+    prompts = bench_prompts("test", target, given.prompts, given.tokens)
+    results = {}
+    for name in given.ways.split(","):
+        drafting = WAYS[name]
+        engine = Engine(target, draft, drafting=drafting, announce=False)
+        pairs: list[tuple[Generation, Generation]] = []
+        with Progress(name, len(prompts), "prompts") as bar:
+            for index, prompt in enumerate(prompts):
+                turns = (0, engine.num_steps) if index % 2 else (engine.num_steps, 0)
+                runs = {steps: engine.generate(prompt.ids, given.tokens, steps) for steps in turns}
+                pairs.append((runs[0], runs[engine.num_steps]))
+                bar.advance(1)
+        results[name] = figures(pairs, engine)
+        engine.close()
+        say(f"{name}: {json.dumps(results[name])}")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    told = {"ways": results, "precision": given.precision, "draft": str(given.draft), "prompts": given.prompts}
+    given.out.write_text(json.dumps({**told, "machine": machine(), "versions": versions()}, indent=1))
+    say(f"wrote {given.out}")
+
+
+def figures(pairs: list[tuple[Generation, Generation]], engine: Engine) -> dict[str, object]:
+    """Acceptance, and decode seconds per token, plain over drafted: the median prompt and the worst."""
+    timed = [(plain, fast) for plain, fast in pairs if len(plain.ids) > 1 and len(fast.ids) > 1]
+    rounds = [n for _, fast in timed for n in fast.rounds]
+    depths = [n for _, fast in timed for n in fast.depths]
+    ratios = [
+        plain.seconds_decode / (len(plain.ids) - 1) / (fast.seconds_decode / (len(fast.ids) - 1))
+        for plain, fast in timed
+    ]
+    return {
+        "speedup": round(median(ratios), 3),
+        "worst_prompt": round(min(ratios), 3),
+        "accept_length": round(accept_length(rounds), 3),
+        "survival": survival(rounds, engine.num_steps),
+        "mean_depth": round(sum(depths) / len(depths), 2),
+        "plain_rounds": round(depths.count(0) / len(depths), 3),
+        "same_texts": all(plain.ids == fast.ids for plain, fast in timed),
+        "round_costs": None if engine.costs is None else dict(engine.costs.draft),
+    }
+
+
+if __name__ == "__main__":
+    main()
