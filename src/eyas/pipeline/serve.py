@@ -183,7 +183,6 @@ def serve(launch: Launch, *, detach: bool = False, force: bool = False) -> dict[
             result = _result(watch, server, status)
             if detach:
                 return result
-            say(f"ready at {server.url} after {result['ready_s']:.1f} s; Ctrl-C stops it")
             return _stay(watch, server, screen, result)
     except KeyboardInterrupt:
         stop(Doomed.of(server), say=say)
@@ -231,6 +230,7 @@ def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) 
     """Follow a ready server until it ends or is interrupted, which is its usual end."""
     live = acceptance_of(of_folder(Path(server.folder)))
     try:
+        say(f"ready at {server.url} after {result['ready_s']:.1f} s; Ctrl-C stops it")
         while True:
             status = watch.look()
             screen.show(status, server.url, watch.log, watch.gpus, live_words(live, watch))
