@@ -39,7 +39,7 @@ def test_sglang_is_started_with_eagle3_and_the_chain_the_draft_was_trained_for(t
 
 def test_vllm_is_told_the_method_and_a_chain() -> None:
     command = build(engine="vllm", python="python3.11", port=8001, num_steps=4)
-    assert command.argv[:5] == ("python3.11", "-m", "vllm.entrypoints.cli.main", "serve", "org/target")
+    assert command.argv[:5] == ("python3.11", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/target")
     assert command.argv[5:11] == ("--host", "127.0.0.1", "--port", "8001", "--tensor-parallel-size", "1")
     assert command.argv[11] == "--speculative-config"
     assert json.loads(command.argv[12]) == {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 4}

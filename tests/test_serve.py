@@ -300,7 +300,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     ("recipe", "words"),
     [
         ("own-cpu", "-m eyas.engine.server --target smollm2-135m-instruct-q4"),
-        ("8b-vllm", "vllm.entrypoints.cli.main serve meta-llama/Llama-3.1-8B-Instruct"),
+        ("8b-vllm", "vllm.entrypoints.openai.api_server --model meta-llama/Llama-3.1-8B-Instruct"),
         ("kimi-sglang", "--tp-size 8 --trust-remote-code --speculative-algorithm EAGLE3"),
     ],
 )

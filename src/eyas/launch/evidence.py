@@ -16,6 +16,7 @@ from eyas.launch.process import Exit, is_same, read_exit, tree
 
 STACK_S = 15.0
 KEEPER_S = 0.5
+LIST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class ProcessWatch:
     def __init__(self, pid: int, created: float | None = None, folder: Path | None = None) -> None:
         self.pid, self.created, self.folder = pid, created, folder
         self._spent: dict[tuple[int, float], tuple[float, int]] = {}
+        self._known: list[psutil.Process] = []
+        self._listed = float("-inf")
 
     def alive(self) -> tuple[bool, Exit | None]:
         """Cheap: whether the root lives, and how it ended where that is known."""
@@ -79,6 +82,12 @@ class ProcessWatch:
         if is_same(self.pid, self.created):
             return True, None
         return False, self._last_words()
+
+    def _members(self) -> list[psutil.Process]:
+        """The tree; listing it reads every process of the machine, so it is listed anew only so often."""
+        if time.monotonic() - self._listed >= LIST_S:
+            self._known, self._listed = tree(self.pid), time.monotonic()
+        return self._known
 
     def _last_words(self) -> Exit:
         """How it ended; the keeper writes that down a moment after."""
@@ -93,7 +102,7 @@ class ProcessWatch:
         """The whole tree: CPU seconds, bytes read, memory, zombies."""
         alive, ended = self.alive()
         pids, zombies, resident, waiting = [], [], 0, False
-        for process in tree(self.pid):
+        for process in self._members():
             try:
                 with process.oneshot():
                     status = process.status()

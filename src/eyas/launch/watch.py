@@ -17,7 +17,7 @@ from eyas.launch.state import Memory, Status, decide
 LOOK_S = 0.25
 """A death is told within a second: four looks a second, each of one small file and one line of /proc."""
 TREE_S, GPU_S, PORT_S = 2.0, 2.0, 5.0
-PROBE_S, READY_PROBE_S = 0.5, 5.0
+PROBE_S, READY_PROBE_S = 0.9, 5.0
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Watch:
             self._has_gpus = self.gpus is not None
         health = None
         if self._prober is not None and (self.processes is None or self.processes.alive):
-            health = self._prober.poll(PROBE_S if self.memory.ready_at is None else READY_PROBE_S)
+            health = self._prober.poll(self._probe_every())
             self._look_at_port(now, health is not None and health.ready)
         seen = Evidence(now, self.log, self.processes, gpu_bytes(self.gpus), self._port, health)
         self.memory, status = decide(self.memory, seen, self.expected)
@@ -93,6 +93,12 @@ class Watch:
             return self._tree.look()
         alive, ended = self._tree.alive()
         return replace(self.processes, alive=alive, exit=ended)
+
+    def _probe_every(self) -> float:
+        """Often while a start goes on, at once when the log says ready, seldom on a server that was."""
+        if self.memory.ready_at is not None:
+            return READY_PROBE_S
+        return LOOK_S if self.log is not None and self.log.state == "ready" else PROBE_S
 
     def _look_at_port(self, now: float, answered: bool) -> None:
         """Whose the port is: asked in turns, and at once when something first answers."""
