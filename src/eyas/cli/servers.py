@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from eyas.cli.app import FLAGS, Common, app, finish
 from eyas.pipeline.plan import Plan
-from eyas.pipeline.serve import prepare, serve
+from eyas.pipeline.serve import prepare, serve, to_convert
 from eyas.pipeline.watch import (
     failed,
     find,
@@ -75,6 +75,10 @@ def serve_command(
     overrides += ["target.trust_remote_code=true"] if trust_remote_code else []
     laid = (*(set_ or ()), *overrides)
     loaded = recipe_of(laid) if recipe is None else load_recipe(recipe, laid)
+    if not common.plan and to_convert(loaded):
+        from eyas.models.target import resolve_target
+
+        resolve_target(loaded.target.name)
     launch = prepare(loaded, out, planning=common.plan)
     finish(common, launch.plan, lambda: serve(launch, detach=detach, force=force))
 

@@ -122,6 +122,12 @@ def local_target(name: str, engine: str) -> str:
     return str(path.absolute()) if path.is_dir() else name
 
 
+def to_convert(recipe: Recipe) -> bool:
+    """Whether the target must be made into a folder first, for an engine that knows no names of ours."""
+    name, engine = recipe.target.name, recipe.serve.engine
+    return engine != "embedded" and name == TargetSettings().name and local_target(name, engine) == name
+
+
 def _engine(asked: str, found: Installed | None, notes: list[str]) -> str:
     """The release whose rules hold: the one asked for, else the installed one, else the newest known."""
     if asked == "embedded":

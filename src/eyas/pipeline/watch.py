@@ -33,10 +33,10 @@ def find(folder: Path | None = None, log: Path | None = None, pid: int | None = 
         found = of_folder(folder)
     elif pid is not None:
         found = of_pid(pid)
-    elif log is not None:
-        found = Found(log=log)
     elif url is not None:
         found = of_url(url)
+    elif log is not None:
+        found = Found(log=log)
     else:
         raise InputError(
             wanted="a server to watch",
