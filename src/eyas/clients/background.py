@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
+JOIN_S = 10.0
 
 
 class Background(Generic[Answer]):
@@ -37,9 +38,9 @@ class Background(Generic[Answer]):
         return self._latest
 
     def join(self) -> None:
-        """Let a question under way end."""
+        """Let a question under way end, but for one that is never answered."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         self._latest = self.work()

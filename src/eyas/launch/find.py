@@ -22,6 +22,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "llamacpp": ("llama-server", "llama_server"),
 }
 """What stands in the command line (or the title it gave itself) of an engine's process."""
+TITLE = "::"
 LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
@@ -159,7 +160,9 @@ def _port(words: Sequence[str], engine: str | None) -> int | None:
     said = _flag(words, "--port")
     if said is not None and said.isdigit():
         return int(said)
-    return None if engine is None else PORTS.get(engine, 8080 if engine == "llamacpp" else 8000)
+    if engine is None or TITLE in " ".join(words[:1]):
+        return None  # a worker's title: the program that owns it may serve nothing
+    return PORTS.get(engine, 8080 if engine == "llamacpp" else 8000)
 
 
 def _host(words: Sequence[str]) -> str:

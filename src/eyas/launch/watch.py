@@ -60,9 +60,9 @@ class Watch:
     def look(self) -> Status:
         """What is so now."""
         now = self.clock()
-        if self._reader is not None:
-            self.log = self._reader.poll()
         self.processes = self._look_at_processes(now)
+        if self._reader is not None:
+            self.log = self._reader.poll()  # after the processes: a dead one's last words are in it
         if self._has_gpus and self._turns["gpus"].due(now):
             self.gpus = gpus()
             self._has_gpus = self.gpus is not None

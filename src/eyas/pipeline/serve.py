@@ -222,7 +222,9 @@ def _until_ready(watch: Watch, server: Server, screen: Screen, give_up_s: float)
         if status.state in ENDED:
             raise died(watch, server, status)
         if status.state == "stuck":
-            stuck_since = stuck_since or time.monotonic()
+            if stuck_since is None:
+                stuck_since = time.monotonic()
+                say(stack(server.pid) or "where it stands: py-spy is not here, or may not look (pip install py-spy)")
             if time.monotonic() - stuck_since >= give_up_s:
                 where = stack(server.pid)
                 stop(Doomed.of(server), say=say)
