@@ -12,7 +12,7 @@ import psutil
 from eyas.errors import InputError
 from eyas.launch.arguments import PORTS
 from eyas.launch.evidence import port_of
-from eyas.launch.process import SERVER, Server, created_at, is_same, read_server
+from eyas.launch.process import SERVER, Server, read_server, require_ours
 
 KEEPER = "eyas.launch.keeper"
 WORDS: dict[str, tuple[str, ...]] = {
@@ -61,13 +61,9 @@ def of_folder(folder: Path) -> Found:
 def of_pid(pid: int) -> Found:
     """A running process; its log is where its output goes, its port what its command line says.
 
-    Raises InputError where there is no such process.
+    Raises InputError where there is no such process, or it is somebody else's.
     """
-    created = created_at(pid)
-    if created is None or not is_same(pid, created):
-        raise InputError(
-            wanted="a running process", got=f"no process {pid}", where="--pid", next="eyas watch --all lists what runs"
-        )
+    created = require_ours(pid)
     words = words_of(pid)
     if KEEPER in words:
         return of_folder(Path(words[-1]))

@@ -216,6 +216,23 @@ def is_same(pid: int, created: float | None) -> bool:
         return False
 
 
+def require_ours(pid: int) -> float:
+    """When a running process of this user was created. Raises InputError for one that is gone, or another user's:
+    what it reads and where its output goes cannot be seen."""
+    try:
+        process = psutil.Process(pid)
+        created, owner, name = process.create_time(), process.uids().effective, process.username()
+    except psutil.Error as error:
+        raise InputError(
+            wanted="a running process", got=f"no process {pid}", where="--pid", next="eyas watch --all lists what runs"
+        ) from error
+    if os.geteuid() not in (0, owner):
+        raise InputError(
+            wanted="a process of yours", got=f"one of {name}", where=f"pid {pid}", next=f"the same command as {name}"
+        )
+    return created
+
+
 def tree(pid: int) -> list[psutil.Process]:
     """A process and all below it; where it leads a session (as ours do), all of that session, orphans too."""
     found: dict[int, psutil.Process] = {}

@@ -14,7 +14,7 @@ import psutil
 from eyas.errors import InputError
 from eyas.launch.evidence import port_of
 from eyas.launch.gpus import Gpu, gpus
-from eyas.launch.process import ASKED, Server, created_at, is_same, tree
+from eyas.launch.process import ASKED, Server, created_at, is_same, require_ours, tree
 from eyas.run import write_atomic
 
 GRACE_S = 20.0
@@ -48,20 +48,11 @@ def by_pid(pid: int) -> Doomed:
 
     Raises InputError for one that is not there, is not the person's own, or is this command or above it.
     """
-    created = created_at(pid)
-    if created is None or not is_same(pid, created):
-        raise InputError(
-            wanted="a running process", got=f"no process {pid}", where="--pid", next="eyas watch --all lists what runs"
-        )
-    process = psutil.Process(pid)
+    created = require_ours(pid)
     above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     if pid in above or pid == 1:
         raise InputError(
             wanted="a server's pid", got=f"{pid}, under which this command runs", where="--pid", next="eyas watch --all"
-        )
-    if os.geteuid() not in (0, process.uids().effective):
-        raise InputError(
-            wanted="a process of yours", got=f"one of {process.username()}", where=f"pid {pid}", next=f"sudo kill {pid}"
         )
     ports = sorted(port for one in tree(pid) for port in listening(one))
     return Doomed(pid, created, ports[0] if ports else None)
