@@ -51,6 +51,8 @@ def draft_config(**changes) -> DraftConfig:
     return DraftConfig.model_validate(values | changes)
 
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+MLA = {"block": "mla", "latent": LATENT, "num_key_value_heads": 4, "head_dim": 8}
 OPTIONS = [
     {},
     {"fc_norm": True, "norm_output": True},
@@ -59,6 +61,8 @@ OPTIONS = [
     {"num_hidden_layers": 2, "own_embedding": True},
     {"draft_vocab_size": 259},
     {"boundaries": (0, 3, 5, 8), "head_dim": 32},
+    MLA,
+    {**MLA, "num_hidden_layers": 2, "sliding_window": 9},
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyas.formats.draft_config import DraftConfig
+from eyas.formats.draft_config import DraftConfig, LatentShape
 from eyas.models.draft import Draft
 from eyas.models.vocab import build_vocab, draft_ids
 from eyas.training.loss import Batch, ttt_loss, unroll
@@ -30,6 +30,8 @@ CONFIG = DraftConfig(
     draft_vocab_size=DRAFT_VOCAB,
     max_position_embeddings=64,
 )
+LATENT = LatentShape(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+MLA = {"block": "mla", "latent": LATENT, "num_key_value_heads": 4, "head_dim": 4}
 OPTIONS = [
     {},
     {"fc_norm": True},
@@ -37,6 +39,7 @@ OPTIONS = [
     {"norm_before_residual": True},
     {"block": "qwen3"},
     {"rope_theta": 500.0},
+    MLA,
 ]
 
 

@@ -21,6 +21,16 @@ def rotate(x_E: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
 
 
+def rotate_pairs(x_P: Tensor, position: int, theta: float) -> Tensor:
+    """DeepSeek's layout: (x0, x1), (x2, x3), ... are the pairs, each turned by one angle and left in place."""
+    turned = []
+    for i in range(len(x_P) // 2):
+        angle = position * theta ** (-2 * i / len(x_P))
+        a, b = x_P[2 * i], x_P[2 * i + 1]
+        turned += [a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)]
+    return torch.stack(turned)
+
+
 class Oracle:
     """A one-layer draft, row by row."""
 
@@ -52,6 +62,8 @@ class Oracle:
     def key_value(self, state_H: Tensor, token: int, position: int) -> tuple[list[Tensor], list[Tensor]]:
         """One key and one value a key head."""
         x, _ = self.attention_input(state_H, token)
+        if self.config.block == "mla":
+            return self.latent_key_value(x, position)
         width = self.config.head_dim
         keys = (self.w("self_attn.k_proj") @ x).split(width)
         values = (self.w("self_attn.v_proj") @ x).split(width)
@@ -59,18 +71,37 @@ class Oracle:
             keys = tuple(rms(key, self.w("self_attn.k_norm"), self.config.rms_norm_eps) for key in keys)
         return [rotate(key, position, self.config.rope_theta) for key in keys], list(values)
 
+    def latent_key_value(self, x_I: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
+        shape, eps, theta = self.config.latent, self.config.rms_norm_eps, self.config.rope_theta
+        down = self.w("self_attn.kv_a_proj_with_mqa") @ x_I
+        latent = rms(down[: shape.kv_lora_rank], self.w("self_attn.kv_a_layernorm"), eps)
+        shared = rotate_pairs(down[shape.kv_lora_rank :], position, theta)
+        heads = (self.w("self_attn.kv_b_proj") @ latent).split(shape.qk_nope_head_dim + shape.v_head_dim)
+        keys = [torch.cat([head[: shape.qk_nope_head_dim], shared]) for head in heads]
+        return keys, [head[shape.qk_nope_head_dim :] for head in heads]
+
+    def queries(self, x_I: Tensor, position: int) -> list[Tensor]:
+        """One query a head, normed and rotated."""
+        config, eps = self.config, self.config.rms_norm_eps
+        if config.block == "mla":
+            shape = config.latent
+            latent = rms(self.w("self_attn.q_a_proj") @ x_I, self.w("self_attn.q_a_layernorm"), eps)
+            width, plain = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.qk_nope_head_dim
+            heads = (self.w("self_attn.q_b_proj") @ latent).split(width)
+            return [torch.cat([h[:plain], rotate_pairs(h[plain:], position, config.rope_theta)]) for h in heads]
+        heads = (self.w("self_attn.q_proj") @ x_I).split(config.head_dim)
+        if config.block == "qwen3":
+            heads = tuple(rms(head, self.w("self_attn.q_norm"), eps) for head in heads)
+        return [rotate(head, position, config.rope_theta) for head in heads]
+
     def step(self, state_H: Tensor, token: int, position: int, seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
         """h before the norm; `seen` are keys and values of everything visible, the row's own included."""
         config = self.config
         x, residual = self.attention_input(state_H, token)
-        queries = (self.w("self_attn.q_proj") @ x).split(config.head_dim)
         group = config.num_attention_heads // config.num_key_value_heads
         context = []
-        for head, query in enumerate(queries):
-            if config.block == "qwen3":
-                query = rms(query, self.w("self_attn.q_norm"), config.rms_norm_eps)
-            query = rotate(query, position, config.rope_theta)
-            scores = torch.stack([query @ keys[head // group] / math.sqrt(config.head_dim) for keys, _ in seen])
+        for head, query in enumerate(self.queries(x, position)):
+            scores = torch.stack([query @ keys[head // group] / math.sqrt(len(query)) for keys, _ in seen])
             shares = scores.softmax(0)
             context.append(sum(share * values[head // group] for share, (_, values) in zip(shares, seen, strict=True)))
         state = residual + self.w("self_attn.o_proj") @ torch.cat(context)

@@ -98,10 +98,25 @@ class DraftSettings(Section):
     """One norm over all taps before `fc`."""
     norm_before_residual: bool = False
     """Residual from the normed state; SGLang cannot serve it."""
-    block: Literal["llama", "qwen3"] = "llama"
-    """The decoder block; `qwen3` norms queries and keys and is refused for SGLang."""
+    block: Literal["llama", "qwen3", "mla"] = "llama"
+    """The decoder block; `qwen3` norms queries and keys and is refused for SGLang; `mla` is multi-head latent
+    attention, for targets that have it."""
     num_hidden_layers: int = Field(default=1, ge=1)
     """Draft layers."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a draft row looks back on; none means all. SGLang cannot serve it (its window is a server flag)."""
+    q_lora_rank: int | None = Field(default=None, ge=1)
+    """Block mla: width of the queries' latent; none means the target's, else DeepSeek-V3's 1536 or a small target's
+    width."""
+    kv_lora_rank: int | None = Field(default=None, ge=1)
+    """Block mla: width of the latent of keys and values; none means the target's, else 512 or half a small target's
+    width."""
+    qk_nope_head_dim: int | None = Field(default=None, ge=1)
+    """Block mla: a head's part that is not rotated; none means the target's, else its head width, at most 128."""
+    qk_rope_head_dim: int | None = Field(default=None, ge=2)
+    """Block mla: the rotated part; none means the target's, else its head width, at most 64."""
+    v_head_dim: int | None = Field(default=None, ge=1)
+    """Block mla: width of a value; none means the target's, else its head width, at most 128."""
     intermediate_size: int | None = None
     """MLP width; none means the target's."""
     rope_theta: float | None = None

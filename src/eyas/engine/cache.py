@@ -10,7 +10,7 @@ matter (`begin_paths`) slot is therefore position for a tree too: each path from
 cache in turn and attended as the chain it is. Elsewhere (`begin_tree`, the draft's own rows) one masked call does.
 
 Shapes: B batch (1), N query heads, K key/value heads, G = N / K heads a group, R rows, S = G * R stacked query rows,
-L attended length, E head width.
+L attended length, E width of a query and a key, U width of a value.
 """
 
 from collections.abc import Callable, Sequence
@@ -163,9 +163,9 @@ class KVCache:
     def _visible(self, length: int) -> Tensor:
         return self._columns[None, :length] <= self._positions_R1
 
-    def _write(self, layer: int, key_BKRE: Tensor, value_BKRE: Tensor, rows: Tensor | None = None) -> None:
-        keys, values = self._buffers(layer, key_BKRE, value_BKRE)
-        for buffer, states in ((keys, key_BKRE), (values, value_BKRE)):
+    def _write(self, layer: int, key_BKRE: Tensor, value_BKRU: Tensor, rows: Tensor | None = None) -> None:
+        keys, values = self._buffers(layer, key_BKRE, value_BKRU)
+        for buffer, states in ((keys, key_BKRE), (values, value_BKRU)):
             chosen = states if rows is None else states[:, :, rows]
             buffer[:, :, self.start : self.start + chosen.shape[2]] = chosen
 
@@ -174,23 +174,23 @@ class KVCache:
         layer: int,
         query_BNRE: Tensor,
         key_BKRE: Tensor,
-        value_BKRE: Tensor,
+        value_BKRU: Tensor,
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Store this forward's keys and values of `layer`, attend; context [B, N, R, E]."""
-        keys, values = self._buffers(layer, key_BKRE, value_BKRE)
+        """Store this forward's keys and values of `layer`, attend; context [B, N, R, U]."""
+        keys, values = self._buffers(layer, key_BKRE, value_BKRU)
         if self.spans[0].path_D is None:
-            self._write(layer, key_BKRE, value_BKRE)
+            self._write(layer, key_BKRE, value_BKRU)
         else:
-            self._tree[layer] = key_BKRE, value_BKRE
+            self._tree[layer] = key_BKRE, value_BKRU
         heads, groups = query_BNRE.shape[1], key_BKRE.shape[1]
         # The query heads of a group become rows of one head: no copy of keys and values for grouped queries.
         query = query_BNRE.reshape(1, groups, -1, query_BNRE.shape[-1])
         merged: Tensor | None = None
         for span in self.spans:
             if span.path_D is not None:
-                self._write(layer, key_BKRE, value_BKRE, span.path_D)
+                self._write(layer, key_BKRE, value_BKRU, span.path_D)
             context = nn.functional.scaled_dot_product_attention(
                 query,
                 keys[:, :, : span.length],

@@ -1,5 +1,7 @@
-"""What vLLM cannot serve of a draft. Source: vLLM 0.20 to 0.33 model_executor/models/llama_eagle3.py, as read."""
+"""What vLLM cannot serve of a draft. Source: vLLM 0.20 to 0.33 model_executor/models/{llama,qwen3,deepseek}_eagle3.py,
+as read."""
 
+from eyas.export import latent
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import Engine, parse_engine
 
@@ -9,7 +11,11 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
     engine = engine or parse_engine("vllm")
     reasons = [
         (config.fc_bias, "fc_bias: it drops fc.bias in silence"),
-        (config.block == "mla", "block = mla: Eyas writes Llama and Qwen3 blocks only"),
+        (config.block == "mla" and not engine.since("0.32"), "block = mla: before 0.32 it rewrites the draft's rope"),
+        (
+            config.sliding_window is not None and config.block == "mla",
+            "sliding_window: its MLA draft attends to everything",
+        ),
         (config.block == "qwen3" and not engine.since("0.24"), "block = qwen3: 0.20 has no norms of queries and keys"),
         (
             config.sliding_window is not None and config.block == "qwen3" and not engine.since("0.32"),
@@ -21,4 +27,4 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         ),
         (not engine.since("0.24") and len(config.boundaries) != 3, "taps: before 0.24 fc is always three states wide"),
     ]
-    return [reason for true, reason in reasons if true]
+    return [reason for true, reason in reasons if true] + latent.cannot(config)

@@ -19,7 +19,8 @@ ARCHITECTURES = {
     "qwen3": ("Eagle3Qwen3ForCausalLM", "qwen3"),
     "mla": ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2"),
 }
-"""Block to class name and model_type; the first and the last name exist in SGLang and in vLLM."""
+"""Block to class name and model_type; the first and the last name exist in SGLang and in vLLM. Not deepseek_v3: vLLM
+(0.20 to 0.33 config/speculative.py) takes a draft of that model_type for DeepSeek's own MTP module."""
 
 
 def to_json(
@@ -43,6 +44,7 @@ def to_json(
         "torch_dtype": dtype,
         "eyas": dict(eyas),
         **_layer_keys(config),
+        **({} if config.latent is None else config.latent.model_dump()),
         **rope_keys(config),
         **_wiring_keys(config),
     }

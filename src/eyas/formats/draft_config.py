@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eyas.errors import InputError
 from eyas.formats import taps
@@ -24,6 +24,30 @@ class TargetIdentity(BaseModel):
     vocab_size: int
 
 
+class LatentShape(BaseModel):
+    """The widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), named as config.json names them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    q_lora_rank: int = Field(ge=1)
+    """Width of the queries' latent. SGLang's draft has no place for queries without one."""
+    kv_lora_rank: int = Field(ge=1)
+    """Width of the latent that keys and values share; what an engine caches, beside the rotated part."""
+    qk_nope_head_dim: int = Field(ge=1)
+    """A head's part of query and key that is not rotated."""
+    qk_rope_head_dim: int = Field(ge=2, multiple_of=2)
+    """The rotated part: one for all key heads, rotated in interleaved pairs."""
+    v_head_dim: int = Field(ge=1)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+LATENT_KEYS = tuple(LatentShape.model_fields)
+
+
 class DraftConfig(BaseModel):
     """An EAGLE-3 draft's shape and wiring. Boundaries are the only layer numbering (docs/words.md)."""
 
@@ -40,6 +64,7 @@ class DraftConfig(BaseModel):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    """With block `mla` the rotated width, qk_rope_head_dim, as transformers' DeepSeek configs say it."""
     vocab_size: int
     """The target's vocabulary."""
     draft_vocab_size: int
@@ -49,6 +74,8 @@ class DraftConfig(BaseModel):
     max_position_embeddings: int
     """The target's context length: a smaller one is refused by SGLang (serving.md 1.1)."""
     block: Literal["llama", "qwen3", "mla"] = "llama"
+    latent: LatentShape | None = None
+    """The widths of block `mla`; none for any other."""
     fc_norm: bool = False
     """EAGLE-3.1: one RMSNorm per tap before `fc`."""
     norm_output: bool = False
@@ -63,6 +90,12 @@ class DraftConfig(BaseModel):
     """The draft carries an embedding of its own instead of sharing the target's."""
     initializer_range: float = Field(default=0.02, gt=0)
 
+    @field_validator("rope_scaling")
+    @classmethod
+    def _modern(cls, scaling: dict[str, float | int | str | bool] | None) -> dict[str, float | int | str | bool] | None:
+        """`type`, the older spelling, is what transformers 5 looks for under `rope_type`."""
+        return scaling if scaling is None or "type" not in scaling else {"rope_type": scaling["type"], **scaling}
+
     @model_validator(mode="after")
     def _check(self) -> "DraftConfig":
         taps.check_boundaries(self.boundaries, self.target_num_hidden_layers, where="draft config: boundaries")
@@ -73,7 +106,28 @@ class DraftConfig(BaseModel):
                 where="draft config: draft_vocab_size",
                 next=f"--set draft.vocab_size={self.vocab_size} or smaller",
             )
+        if (self.block == "mla") != (self.latent is not None):
+            raise InputError(
+                wanted=f"{', '.join(LATENT_KEYS)} with block mla, and with no other",
+                got=f"block = {self.block} and {'none' if self.latent is None else self.latent}",
+                where="draft config: latent",
+                next="--set draft.block=mla, or leave those widths out",
+            )
+        if self.latent is not None:
+            self._check_latent(self.latent)
         return self
+
+    def _check_latent(self, latent: LatentShape) -> None:
+        """What no engine's latent attention can be: fewer key heads, another rotated width, biases."""
+        heads, wanted = self.num_attention_heads, (self.num_attention_heads, latent.qk_rope_head_dim, False)
+        got = (self.num_key_value_heads, self.head_dim, self.attention_bias)
+        if got != wanted:
+            raise InputError(
+                wanted=f"num_key_value_heads {heads}, head_dim {wanted[1]} (qk_rope_head_dim), no attention_bias",
+                got=f"{got[0]}, {got[1]}, attention_bias {str(got[2]).lower()}",
+                where="draft config: block mla",
+                next="make them agree: every head of latent attention has its own key",
+            )
 
     @property
     def reduced_vocabulary(self) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from eyas.formats.draft_config import DraftConfig
+from eyas.formats.draft_config import DraftConfig, LatentShape
 from eyas.formats.problem import Problem
 
 Shape = tuple[int, ...]
@@ -78,7 +78,7 @@ def twin(name: str) -> str | None:
 
 
 def expected_tensors(config: DraftConfig) -> dict[str, Shape]:
-    """Canonical name to shape of every tensor a checkpoint of `config` holds (Llama and Qwen3 blocks).
+    """Canonical name to shape of every tensor a checkpoint of `config` holds .
 
     The embedding is there only if the draft owns it, d2t and t2d only for a reduced vocabulary.
     """
@@ -102,21 +102,41 @@ def expected_tensors(config: DraftConfig) -> dict[str, Shape]:
 
 def _layer(config: DraftConfig, layer: int) -> dict[str, Shape]:
     hidden, width, mlp = config.hidden_size, config.hidden_size * (2 if layer == 0 else 1), config.intermediate_size
-    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if layer == 0:
         shapes["hidden_norm.weight"] = (hidden,)
-    for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-        shapes[f"self_attn.{name}.weight"] = (rows, width)
-        if config.attention_bias:
-            shapes[f"self_attn.{name}.bias"] = (rows,)
-    shapes["self_attn.o_proj.weight"] = (hidden, heads)
-    if config.block == "qwen3":
-        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    attention = _heads(config, width) if config.latent is None else _latent(config, config.latent, width)
+    shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
     return shapes | {
         "mlp.gate_proj.weight": (mlp, hidden),
         "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
+    }
+
+
+def _heads(config: DraftConfig, width: int) -> dict[str, Shape]:
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, Shape] = {}
+    for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+        shapes[f"{name}.weight"] = (rows, width)
+        if config.attention_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    shapes["o_proj.weight"] = (config.hidden_size, heads)
+    if config.block == "qwen3":
+        shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
+    return shapes
+
+
+def _latent(config: DraftConfig, latent: LatentShape, width: int) -> dict[str, Shape]:
+    heads, q_rank, kv_rank = config.num_attention_heads, latent.q_lora_rank, latent.kv_lora_rank
+    return {
+        "q_a_proj.weight": (q_rank, width),
+        "q_a_layernorm.weight": (q_rank,),
+        "q_b_proj.weight": (heads * latent.qk_head_dim, q_rank),
+        "kv_a_proj_with_mqa.weight": (kv_rank + latent.qk_rope_head_dim, width),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (latent.qk_nope_head_dim + latent.v_head_dim), kv_rank),
+        "o_proj.weight": (config.hidden_size, heads * latent.v_head_dim),
     }
 
 

@@ -23,13 +23,14 @@ from eyas.formats.config_problems import (
     layer_of,
     tap_disagreements,
 )
-from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, TargetIdentity
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, default_boundaries
 
 FORMAT = 1
 
 DRAFT_KEYS = frozenset({"eyas", "speculators_model_type", "eagle_config", IDS_KEY, "draft_vocab_size"})
+MLA_CLASSES = frozenset({"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"})
 SPECULATORS_CLASSES = frozenset({"Eagle3Speculator", "Eagle3DraftModel"})
 MODELOPT_KEYS = frozenset({"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"})
 
@@ -168,6 +169,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _block(raw: Config, layer: Config) -> str:
+    """The block a config.json names by its class; an MLA layer by its keys too (speculators, a target's class name)."""
+    if MLA_CLASSES & set(architectures(raw)) or type(layer.get("kv_lora_rank")) is int:
+        return "mla"
+    return "qwen3" if "Eagle3Qwen3ForCausalLM" in architectures(raw) else "llama"
+
+
 def _draft_config(raw: Config, boundaries: tuple[int, ...], target: TargetIdentity) -> DraftConfig | None:
     """The DraftConfig of a foreign file for a known target; None where a size it needs is absent or does not fit."""
     layer = layer_of(raw)
@@ -190,12 +198,17 @@ def _draft_config(raw: Config, boundaries: tuple[int, ...], target: TargetIdenti
         "norm_output": bool(raw.get("norm_output")),
         "rope_scaling": scaling if scaling.get("rope_type", scaling.get("type")) not in (None, "default") else None,
         "fc_bias": bool(raw.get("bias")),
-        "block": "qwen3" if "Eagle3Qwen3ForCausalLM" in architectures(raw) else "llama",
+        "block": _block(raw, layer),
+        "max_position_embeddings": 2048,  # transformers' own where the key is absent; DeepSeek's is longer
     }
+    if values["block"] == "mla":
+        values |= {"latent": {key: layer.get(key) for key in LATENT_KEYS}, "max_position_embeddings": 4096}
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                 "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta", "attention_bias"):  # fmt: skip
         if layer.get(key) is not None:
             values[key] = layer[key]
+    if values["block"] == "mla":  # published files leave both out, or say them of a cache of heads
+        values |= {"head_dim": layer.get("qk_rope_head_dim"), "num_key_value_heads": heads}
     if raw.get("draft_vocab_size") is not None:
         values["draft_vocab_size"] = raw["draft_vocab_size"]
     try:

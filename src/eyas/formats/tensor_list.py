@@ -79,7 +79,7 @@ def config_of(headers: Headers, hint: Mapping[str, Any] | None = None) -> dict[s
         "norm_before_fc": "input_norm.weight" in shapes,
     }
     known = {key: value for key, value in sizes.items() if value} | {key: True for key, on in options.items() if on}
-    kind = "deepseek_v3" if block_of(shapes) == "mla" else "llama"
+    kind = "deepseek_v2" if block_of(shapes) == "mla" else "llama"
     return {"model_type": kind, "draft_vocab_size": None, "tie_word_embeddings": False, **known, **hint}
 
 
@@ -109,7 +109,7 @@ def check_layout(headers: Headers, raw: Mapping[str, Any], config: DraftConfig |
     """What is missing, unexpected or mis-shaped. `raw` is the config.json ({} without one)."""
     found = {canonical_name(name): header for name, header in headers.items()}
     problems = _dtypes(found) + _spelling(headers)
-    if config is not None and config.block != "mla":
+    if config is not None:
         return problems + check_tensors(config, {name: header.shape for name, header in found.items()}, "tensors")
     shapes = {name: header.shape for name, header in found.items()}
     return problems + _missing(shapes, raw) + _shapes(shapes, raw) + _block(shapes, raw)

@@ -3,8 +3,7 @@
 Source: EAGLE-3 (arXiv 2503.01840); SGLang 0.5.23 models/llama_eagle3.py and vLLM 0.33 llama_eagle3.py for the names and
 the options; EAGLE-3.1 (arXiv 2605.09992) for `fc_norm` and `norm_output`.
 
-Shapes: B batch, T rows, A width of the concatenated taps, H hidden, N query heads, K key/value heads, E head width,
-D draft vocabulary, V target vocabulary.
+Shapes: B batch, T rows, A width of the concatenated taps, H hidden, D draft vocabulary, V target vocabulary.
 """
 
 from collections.abc import Callable
@@ -12,27 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query_BNTE, key_BKTE, value_BKTE), rope applied, to context_BNTE. The caller owns mask and cache: training
-passes the TTT attention, the engine its cache, so that both run this one module."""
-
-Rope = tuple[Tensor, Tensor]
-"""cos and sin [B, T, E] of the rows' rotary positions."""
+from eyas.models.attention import Attend, Rope, attention, rope_parameters
 
 
 def llama_config(config: DraftConfig) -> LlamaConfig:
     """The draft's block as transformers spells it (for its norm, MLP and rope modules)."""
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -41,45 +28,9 @@ def llama_config(config: DraftConfig) -> LlamaConfig:
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
+        rope_parameters=rope_parameters(config),
         vocab_size=config.vocab_size,
     )
-
-
-class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (2H in the first layer)."""
-
-    def __init__(self, config: DraftConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        width = config.hidden_size * (2 if layer == 0 else 1)
-        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=False)
-        qk_norm = config.block == "qwen3"
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
-
-    def query(self, x_BTI: Tensor, rope: Rope) -> Tensor:
-        """Query heads [B, N, T, E], rope applied."""
-        heads = self.q_norm(self.q_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        return apply_rotary_pos_emb(heads, heads[:, :0], *rope)[0]
-
-    def key_value(self, x_BTI: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Key heads, rope applied, and value heads, both [B, K, T, E]."""
-        key = self.k_norm(self.k_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        value = self.v_proj(x_BTI).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return apply_rotary_pos_emb(key, key[:, :0], *rope)[0], value
-
-    def forward(self, x_BTI: Tensor, rope: Rope, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Keys and values of every row; queries, and so an output, of `rows` only (None: of all)."""
-        key, value = self.key_value(x_BTI, rope)
-        if rows is not None:
-            x_BTI, rope = x_BTI[:, rows], (rope[0][:, rows], rope[1][:, rows])
-        context = attend(self.layer, self.query(x_BTI, rope), key, value)
-        return self.o_proj(context.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -92,7 +43,7 @@ class Layer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         if self.first:
             self.hidden_norm = LlamaRMSNorm(hidden, eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = attention(config, layer)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
         self.mlp = LlamaMLP(llama_config(config))
 
@@ -126,13 +77,6 @@ class Draft(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        if config.block == "mla":
-            raise InputError(
-                wanted="a Llama or Qwen3 draft block",
-                got="block = mla",
-                where="draft config",
-                next="--set draft.block=llama",
-            )
         self.config = config
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device=None if config.own_embedding else "meta")

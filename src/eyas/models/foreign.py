@@ -124,6 +124,13 @@ def _config(file: DraftFile, raw: dict[str, Any], where: str) -> DraftConfig:
             where=where,
             next="add the keys that are absent; eyas inspect shows them",
         )
+    if file.config.block == "mla" and raw.get("rope_interleave") is False:
+        raise InputError(
+            wanted="a latent draft whose rotated parts are interleaved pairs, as vLLM's always are",
+            got="rope_interleave: false",
+            where=where,
+            next="reorder the rotated rows of q_b_proj and kv_a_proj_with_mqa into pairs and drop the key",
+        )
     return file.config
 
 

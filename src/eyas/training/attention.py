@@ -5,7 +5,7 @@ position at step s is t + s. So a row's steps are the chain a server would draft
 drafted tokens. Source: EAGLE cnets.py (training), training.md 2.3; the tests hold a loop-based oracle.
 
 Shapes: B batch (1: documents are packed), T packed rows, R queried rows, N query heads, K key heads, G = N / K,
-E head width, L a document's rows, Q its queried rows, S later steps.
+E width of a query and a key, U width of a value, L a document's rows, Q its queried rows, S later steps.
 """
 
 from itertools import pairwise
@@ -24,10 +24,10 @@ class TTTAttention:
         self.rows, self.window = rows, window
         self.step = 0
         self.prefix: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Layer to each document's step-0 keys and values [B, K, L, E]. Split once: the gradient of a split is one
-        concatenation, that of a slice a tensor of zeros as large as the whole batch."""
+        """Layer to each document's step-0 keys [B, K, L, E] and values [B, K, L, U]. Split once: the gradient of a
+        split is one concatenation, that of a slice a tensor of zeros as large as the whole batch."""
         self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Layer to the current rows' own keys and values of each later step, [B, K, R, E]."""
+        """Layer to the current rows' own keys [B, K, R, E] and values [B, K, R, U] of each later step."""
         self.counts = [rows.per_document(step) for step in range(rows.steps)]
         self.masks: dict[tuple[int, int], Tensor] = {}
 
@@ -39,14 +39,14 @@ class TTTAttention:
             for layer, states in self.own.items():
                 self.own[layer] = [(key[:, :, inside], value[:, :, inside]) for key, value in states]
 
-    def __call__(self, layer: int, query_BNRE: Tensor, key_BKTE: Tensor, value_BKTE: Tensor) -> Tensor:
-        """Context [B, N, R, E]. At step 0 keys are all rows' (queries may be fewer); later both are `index[step]`."""
+    def __call__(self, layer: int, query_BNRE: Tensor, key_BKTE: Tensor, value_BKTU: Tensor) -> Tensor:
+        """Context [B, N, R, U]. At step 0 keys are all rows' (queries may be fewer); later both are `index[step]`."""
         if self.step == 0:
             lengths = [end - start for start, end in pairwise(self.rows.starts)]
-            states = (key_BKTE.split(lengths, dim=2), value_BKTE.split(lengths, dim=2))
+            states = (key_BKTE.split(lengths, dim=2), value_BKTU.split(lengths, dim=2))
             self.prefix[layer], self.own[layer] = list(zip(*states, strict=True)), []
         else:
-            self.own[layer].append((key_BKTE, value_BKTE))
+            self.own[layer].append((key_BKTE, value_BKTU))
         every_row = self.step == 0 and query_BNRE.shape[2] == self.rows.positions_T.numel()
         counts = [key.shape[2] for key, _ in self.prefix[layer]] if every_row else self.counts[self.step]
         queries = query_BNRE.split(counts, dim=2)
@@ -56,14 +56,14 @@ class TTTAttention:
             if counts[document]:
                 own = [(keys[document], values[document]) for keys, values in later]
                 contexts.append(self._document(document, queries[document], *prefix, own, every_row))
-        return torch.cat(contexts, dim=2) if contexts else query_BNRE
+        return torch.cat(contexts, dim=2) if contexts else query_BNRE[..., : value_BKTU.shape[-1]]
 
     def _document(
         self,
         document: int,
         query_BNQE: Tensor,
         key_BKLE: Tensor,
-        value_BKLE: Tensor,
+        value_BKLU: Tensor,
         own: list[tuple[Tensor, Tensor]],
         every_row: bool,
     ) -> Tensor:
@@ -73,9 +73,9 @@ class TTTAttention:
         else:
             mask_QL = self._mask(document, length)
         if own:
-            return attend_with_own(query_BNQE, key_BKLE, value_BKLE, own, mask_QL)
+            return attend_with_own(query_BNQE, key_BKLE, value_BKLU, own, mask_QL)
         return F.scaled_dot_product_attention(
-            query_BNQE, key_BKLE, value_BKLE, attn_mask=mask_QL.to(query_BNQE.dtype), enable_gqa=True
+            query_BNQE, key_BKLE, value_BKLU, attn_mask=mask_QL.to(query_BNQE.dtype), enable_gqa=True
         )
 
     def _mask(self, document: int, length: int) -> Tensor:
@@ -99,19 +99,19 @@ def _causal(rows_Q: Tensor, length: int, window: int | None, step: int) -> Tenso
 def attend_with_own(
     query_BNQE: Tensor,
     key_BKLE: Tensor,
-    value_BKLE: Tensor,
+    value_BKLU: Tensor,
     own: list[tuple[Tensor, Tensor]],
     mask_QL: Tensor,
 ) -> Tensor:
-    """One softmax over the masked prefix and each row's own later keys. Context [B, N, Q, E]."""
+    """One softmax over the masked prefix and each row's own later keys. Context [B, N, Q, U]."""
     batch, heads, queries, width = query_BNQE.shape
     groups = key_BKLE.shape[1]
     query_BKGQE = (query_BNQE * width**-0.5).view(batch, groups, -1, queries, width)
     key_BKQSE = torch.stack([key for key, _ in own], dim=3)
-    value_BKQSE = torch.stack([value for _, value in own], dim=3)
+    value_BKQSU = torch.stack([value for _, value in own], dim=3)
     scores_BKGQL = query_BKGQE @ key_BKLE[:, :, None].transpose(-1, -2) + mask_QL
     own_BKGQS = torch.einsum("bkgqe,bkqse->bkgqs", query_BKGQE, key_BKQSE)
     weights = torch.cat([scores_BKGQL, own_BKGQS], dim=-1).float().softmax(dim=-1).to(query_BNQE.dtype)
     prefix, rest = weights.split([key_BKLE.shape[2], len(own)], dim=-1)
-    context = prefix @ value_BKLE[:, :, None] + torch.einsum("bkgqs,bkqse->bkgqe", rest, value_BKQSE)
-    return context.reshape(batch, heads, queries, width)
+    context = prefix @ value_BKLU[:, :, None] + torch.einsum("bkgqs,bkqsu->bkgqu", rest, value_BKQSU)
+    return context.reshape(batch, heads, queries, -1)

@@ -11,24 +11,32 @@ from torch import Tensor, nn
 
 from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
-from eyas.formats.draft_config import DraftConfig
+from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, LatentShape
+from eyas.models.attention import GroupedAttention, LatentAttention
 from eyas.models.draft import Draft, Layer
 from eyas.models.target import Target
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
-from eyas.recipe import DraftSettings
+from eyas.recipe import DraftSettings, validate
 
 SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
 
 
 def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSettings) -> DraftConfig:
-    """The draft's shape: what `settings` leave open is the target's own."""
+    """The draft's shape: what `settings` leave open is the target's own. Raises InputError where they do not fit."""
     config = target.config
     heads = config.num_attention_heads
     vocab_size = min(settings.vocab_size, target.vocab_size)
     if vocab_size < settings.vocab_size:
         say(f"draft.vocab_size = {settings.vocab_size} exceeds the target's vocabulary: {vocab_size}, nothing reduced")
     theta, scaling = _rope(config)
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    latent = latent_shape(config, target.hidden_size, settings)
+    if latent is not None:
+        kv_heads, head_dim, scaling = heads, latent.qk_rope_head_dim, _latent_rope(scaling)
+    elif (own := _own_latent(config)) is not None:
+        head_dim = own.v_head_dim  # the target's head_dim is its rotated part only
     return DraftConfig(
         boundaries=tuple(boundaries),
         target_num_hidden_layers=target.num_hidden_layers,
@@ -38,8 +46,8 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
         intermediate_size=settings.intermediate_size or getattr(config, "intermediate_size", 4 * target.hidden_size),
         num_hidden_layers=settings.num_hidden_layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocab_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
@@ -47,11 +55,61 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
         rope_scaling=scaling,
         max_position_embeddings=target.context_length,
         block=settings.block,
+        latent=latent,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         norm_before_fc=settings.norm_before_fc,
         norm_before_residual=settings.norm_before_residual,
+        sliding_window=settings.sliding_window,
     )
+
+
+DEEPSEEK_V3 = LatentShape(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+"""What the engines' kernels for latent attention are made for."""
+
+
+def latent_shape(config: Any, hidden_size: int, settings: DraftSettings) -> LatentShape | None:
+    """The widths of block mla: those of `settings`, else the target's, else DeepSeek-V3's or what a small target has.
+
+    None for another block. Raises InputError for widths given without the block.
+    """
+    given = {key: value for key in LATENT_KEYS if (value := getattr(settings, key)) is not None}
+    if settings.block != "mla":
+        if given:
+            raise InputError(
+                wanted="draft.block = mla with the widths of latent attention",
+                got=f"draft.block = {settings.block} and {', '.join(given)}",
+                where="draft",
+                next="--set draft.block=mla",
+            )
+        return None
+    target = _own_latent(config)
+    if target is None:
+        most, head_dim = DEEPSEEK_V3, hidden_size // config.num_attention_heads
+        target = LatentShape(
+            q_lora_rank=min(most.q_lora_rank, hidden_size),
+            kv_lora_rank=min(most.kv_lora_rank, hidden_size // 2),
+            qk_nope_head_dim=min(most.qk_nope_head_dim, head_dim),
+            qk_rope_head_dim=min(most.qk_rope_head_dim, head_dim - head_dim % 2),
+            v_head_dim=min(most.v_head_dim, head_dim),
+        )
+    return validate(LatentShape, target.model_dump() | given, "draft")
+
+
+def _own_latent(config: Any) -> LatentShape | None:
+    """The target's own widths, where it has latent attention (queries without a latent take DeepSeek-V3's)."""
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    own = {key: getattr(config, key, None) for key in LATENT_KEYS}
+    return LatentShape.model_validate(own | {"q_lora_rank": own["q_lora_rank"] or DEEPSEEK_V3.q_lora_rank})
+
+
+def _latent_rope(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The scaling a latent draft takes from its target: YaRN, which is all that the engines' MLA drafts do."""
+    if scaling is None or scaling.get("rope_type") == "yarn":
+        return scaling
+    say(f"draft.block = mla: engines know no {scaling.get('rope_type')} rope there; the draft's is not scaled")
+    return None
 
 
 def _rope(config: Any) -> tuple[float, dict[str, Any] | None]:
@@ -124,16 +182,47 @@ def attend_to_self(draft: Draft) -> None:
     Measured (docs/lab.md): accept length 1.36 after one epoch, against 1.30 from noise and 1.33 from the target's last
     layer, whose attention looks elsewhere.
     """
-    config, first = draft.config, draft.layers[0]
+    first = draft.layers[0]
     assert isinstance(first, Layer), "a draft is made of draft layers"
     attention = first.self_attn
+    if isinstance(attention, LatentAttention):
+        _attend_to_self_latent(attention, draft.config.hidden_size)
+    else:
+        assert isinstance(attention, GroupedAttention), "attention is grouped or latent"
+        _attend_to_self_grouped(attention, draft.config)
+    nn.init.normal_(attention.o_proj.weight, std=OUTPUT_GAIN * attention.o_proj.in_features**-0.5)
+
+
+def _attend_to_self_grouped(attention: GroupedAttention, config: DraftConfig) -> None:
     hidden, groups = config.hidden_size, config.num_key_value_heads
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         nn.init.normal_(projection.weight, std=STATE_STD)
-    shared = torch.randn(groups, 1, config.head_dim, hidden, device=draft.fc.weight.device) / hidden**0.5
+    shared = torch.randn(groups, 1, config.head_dim, hidden, device=attention.q_proj.weight.device) / hidden**0.5
     shared *= (SELF_SCORE / config.head_dim**0.5) ** 0.5  # |key|^2 / sqrt(E), what attention sees, becomes SELF_SCORE
     heads = shared.expand(-1, config.num_attention_heads // groups, -1, -1)
     attention.q_proj.weight[:, :hidden] = heads.reshape(-1, hidden)
     attention.k_proj.weight[:, :hidden] = shared.reshape(-1, hidden)
     nn.init.normal_(attention.v_proj.weight[:, :hidden], std=hidden**-0.5)
-    nn.init.normal_(attention.o_proj.weight, std=OUTPUT_GAIN * attention.o_proj.in_features**-0.5)
+
+
+def _attend_to_self_latent(attention: LatentAttention, hidden: int) -> None:
+    """The same through latents: both start as one projection of the embedding, and heads as one matrix of the latent.
+
+    A normed latent of c equal widths has |latent|^2 = c, and a random matrix [E', c] of deviation d makes a part of
+    expected |part|^2 = E' * c * d^2 of it. The rotated part stays out of it: it would score by distance.
+    """
+    shape, heads = attention.shape, attention.heads
+    rank, plain = min(shape.q_lora_rank, shape.kv_lora_rank), shape.qk_nope_head_dim
+    query_a, key_a = attention.q_a_proj.weight, attention.kv_a_proj_with_mqa.weight
+    for weight in (query_a, key_a, attention.q_b_proj.weight):
+        nn.init.normal_(weight, std=STATE_STD)
+    nn.init.normal_(key_a[: shape.kv_lora_rank, :hidden], std=hidden**-0.5)
+    nn.init.normal_(query_a[:, :hidden], std=hidden**-0.5)
+    query_a[:rank, :hidden] = key_a[:rank, :hidden]
+    own = SELF_SCORE * shape.qk_head_dim**0.5 / attention.stretch
+    shared = torch.randn(heads, plain, rank, device=query_a.device) * (own / (plain * rank)) ** 0.5
+    attention.q_b_proj.weight.unflatten(0, (heads, -1))[:, :plain, :rank] = shared
+    spread = attention.kv_b_proj.weight.unflatten(0, (heads, -1))
+    nn.init.normal_(spread, std=shape.kv_lora_rank**-0.5)
+    spread[:, :plain] = 0.0
+    spread[:, :plain, :rank] = shared
