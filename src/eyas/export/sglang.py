@@ -25,7 +25,12 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
             config.taps_width == config.hidden_size,
             "taps as wide as the draft (a single tap): it skips fc in silence",
         ),
-        (config.sliding_window is not None, "sliding_window: the window is a server flag there, not the draft's"),
+        (
+            config.sliding_window is not None,
+            "sliding_window: its MLA draft attends to everything"
+            if mla
+            else "sliding_window: the window is a server flag there, not the draft's",
+        ),
         (
             not engine.since(norms_since) and (config.fc_norm or config.norm_output),
             f"fc_norm and norm_output: its {config.block} draft knows them from {norms_since}",

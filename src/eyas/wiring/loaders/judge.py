@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from eyas.formats.problem import Problem
 from eyas.wiring.loaders.case import Case
+from eyas.wiring.loaders.latent_rules import latent_problems
 from eyas.wiring.loaders.view import View
 from eyas.wiring.loaders.weight_rules import embedding_problems, keys_problems, tensors_problems
 from eyas.wiring.loaders.wiring_rules import (
@@ -103,6 +104,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     target_problems,
     options_problems,
     rope_problems,
+    latent_problems,
     keys_problems,
     embedding_problems,
     tensors_problems,

@@ -201,9 +201,9 @@ def _draft_tp(setting: Setting) -> Iterator[Problem]:
 
 
 def _window(setting: Setting) -> Iterator[Problem]:
-    """The server's window against the one of training."""
+    """The server's window against the one of training; SGLang's MLA draft does not look at it."""
     launch, eyas = setting.launch, setting.eyas
-    if eyas is None or launch.draft_window == eyas.sliding_window or not launch.sglang:
+    if eyas is None or setting.draft_block == "mla" or launch.draft_window == eyas.sliding_window or not launch.sglang:
         return
     wanted = eyas.sliding_window
     fix = f"--speculative-draft-window-size {wanted}" if wanted else "leave --speculative-draft-window-size out"

@@ -162,7 +162,7 @@ def _lenient(report: LoaderReport | None, launch: Launch) -> LoaderReport | None
     for problem in report.problems:
         if problem.code == "context_too_short" and forced and launch.sglang:
             problem = replace(problem, severity="warning", found=f"{problem.found}, but {LONGER} raises it")
-        if problem.code == "sliding_window" and launch.draft_window is not None:
+        if problem.code == "sliding_window" and launch.draft_window is not None and report.block != "mla":
             continue  # `conflicts` compares the flag with the draft
         kept.append(problem)
     return replace(report, problems=tuple(kept))
