@@ -1,9 +1,9 @@
 """What SGLang cannot serve of a draft. Source: SGLang 0.5.11 to 0.5.23 models/llama_eagle3.py and kimi_k25_eagle3.py,
 as read."""
 
-from eyas.export import latent
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import Engine, parse_engine
+from eyas.formats.yarn import unlike
 
 
 def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
@@ -15,6 +15,7 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         (config.norm_before_residual, "norm_before_residual: it always takes the residual before the norm"),
         (config.block == "qwen3", "block = qwen3: it has no draft class that norms queries and keys"),
         (mla and not engine.since("0.5.12"), "block = mla: 0.5.11 has no MLA draft"),
+        (mla and config.norm_before_fc, "norm_before_fc: its MLA draft has no input_norm"),
         (mla and config.num_hidden_layers > 1, "several layers: its MLA draft has exactly one"),
         (config.attention_bias, "attention_bias: it drops the biases of q, k and v in silence"),
         (
@@ -45,4 +46,5 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
         ),
         (not engine.since("0.5.17") and config.norm_before_fc and not mla, "norm_before_fc: it knows it from 0.5.17"),
     ]
-    return [reason for true, reason in reasons if true] + latent.cannot(config)
+    rope = [f"rope_scaling: {words}" for words in unlike(config.rope_scaling, config.block, engine)]
+    return [reason for true, reason in reasons if true] + rope

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 
 from eyas.formats.problem import Problem
 from eyas.wiring.loaders.case import Case
-from eyas.wiring.loaders.latent_rules import latent_problems
+from eyas.wiring.loaders.rope_rules import latent_problems, rope_problems
 from eyas.wiring.loaders.view import View
 from eyas.wiring.loaders.weight_rules import embedding_problems, keys_problems, tensors_problems
 from eyas.wiring.loaders.wiring_rules import (
     options_problems,
-    rope_problems,
     taps_problems,
     target_problems,
     width_problems,

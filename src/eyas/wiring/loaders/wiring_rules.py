@@ -153,20 +153,3 @@ def _option_fix(case: Case, name: str, wanted: Any) -> str:
         other = "vLLM" if case.sglang else "SGLang"
         return f"another release or {other}, or train without {name}"
     return f"{name} = {str(wanted).lower()}"
-
-
-def rope_problems(case: Case) -> Iterator[Problem]:
-    theta = case.view.reads["rope_theta"]
-    if not isinstance(theta.value, int | float) or isinstance(theta.value, bool):
-        expected, fix = "the base of training", "rope_theta = the target's, or the one of training"
-        found = f"{theta.value!r} in {theta.where}: no base, the server stops or takes 10000"
-        yield Problem("rope_theta", where=theta.where, expected=expected, found=found, fix=fix)
-    elif theta.where.startswith("absent"):
-        found = "absent: 10000 is taken"
-        yield Problem("rope_theta", "rope_theta", "the base of training", found, "write rope_theta", "warning")
-    elif case.eyas is not None and theta.value != case.eyas.rope_theta:
-        found = f"{theta.value!r} ({theta.where})"
-        yield Problem("rope_theta", "rope_theta", repr(case.eyas.rope_theta), found, "export the draft again")
-    elif case.raw.get("rope_theta") not in (None, theta.value):
-        found = f"{case.raw['rope_theta']!r} beside {theta.where} = {theta.value!r}, which is read"
-        yield Problem("rope_theta", "rope_theta", "one base", found, "make both spellings say the same", "warning")
