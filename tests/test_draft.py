@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import InputError
-from eyas.formats.draft_config import TargetIdentity
+from eyas.formats.draft_config import DraftConfig, TargetIdentity
 from eyas.models.checkpoint import draft_tensors, load_draft, make_info, save_draft
 from eyas.models.draft import Draft
 from eyas.wiring.parity import ttt_equals_incremental
-from test_loss import CONFIG, DRAFT_VOCAB, HIDDEN, OPTIONS, VOCAB, make_draft
+from test_loss import CONFIG, DRAFT_VOCAB, HIDDEN, LATENT, MLA, OPTIONS, VOCAB, make_draft
 
 TARGET = TargetIdentity(
     name="tiny", weights_hash="0", model_type="llama", num_hidden_layers=4, hidden_size=HIDDEN, vocab_size=VOCAB
@@ -128,6 +128,28 @@ def test_a_stage_folder_loads_as_its_newest_step(tmp_path: Path) -> None:
     save(tmp_path / "step-10", make_draft(seed=2))
     loaded, _ = load_draft(tmp_path)
     assert torch.equal(loaded.fc.weight, make_draft(seed=2).fc.weight)
+
+
+def test_a_rope_scaling_without_a_key_of_its_type_is_refused_in_words() -> None:
+    with pytest.raises(InputError, match="high_freq_factor"):
+        make_draft(rope_scaling={"rope_type": "llama3", "factor": 8.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"latent": None}, "kv_lora_rank"),
+        ({"block": "llama"}, "with block mla, and with no other"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 4"),
+        ({"head_dim": 8}, "head_dim 4"),
+        ({"attention_bias": True}, "no attention_bias"),
+    ],
+)
+def test_the_widths_of_latent_attention_are_there_for_that_block_and_for_no_other(changes: dict, words: str) -> None:
+    whole = CONFIG.model_dump() | MLA
+    assert DraftConfig.model_validate(whole).latent == LATENT
+    with pytest.raises(InputError, match=words):
+        DraftConfig.model_validate(whole | changes)
 
 
 def test_an_embedding_of_another_target_is_refused() -> None:

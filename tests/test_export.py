@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from eyas.errors import InputError
@@ -19,10 +20,22 @@ from eyas.models.draft import Draft
 from eyas.pipeline.inspect import inspect_path
 from eyas.recipe import ExportSettings
 from eyas.run import verify_files
-from test_formats import TARGET, draft_config
+from test_formats import LATENT, MLA, TARGET, draft_config
 
 BOTH, VLLM = ExportSettings(), ExportSettings(engines=("vllm",))
 OLD_AND_NEW = ExportSettings(engines=("sglang@0.5.12", "sglang@0.5.23"))
+
+
+KIMI_YARN = {
+    **{"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 8},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 
 
 def saved_draft(folder: Path, **options) -> Draft:
@@ -63,6 +76,9 @@ def first_step_logits(draft: Draft, embedding: torch.Tensor) -> torch.Tensor:
         ({"boundaries": (0, 3, 5, 8)}, VLLM),
         ({"sliding_window": 32}, VLLM),
         ({"own_embedding": True}, VLLM),
+        (MLA, BOTH),
+        ({**MLA, "fc_norm": True, "norm_output": True, "draft_vocab_size": 259}, BOTH),
+        ({**MLA, "num_hidden_layers": 2}, VLLM),
     ],
 )
 def test_an_export_loads_back_to_the_same_logits(tmp_path: Path, options, settings):
@@ -87,6 +103,61 @@ def test_an_export_holds_the_names_and_dtypes_engines_read(tmp_path: Path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config[IDS_KEY], config["eagle_config"][IDS_KEY]) == ([2, 4, 5], [1, 3, 4])
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, MLA | {"rope_scaling": KIMI_YARN}])
+def test_an_export_always_says_what_engines_would_otherwise_guess(tmp_path: Path, options):
+    saved_draft(tmp_path / "draft", rope_theta=50_000.0, **options)
+    export_draft(tmp_path / "draft", tmp_path / "out", BOTH)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    scaling = options.get("rope_scaling")
+    wanted = {
+        "num_aux_hidden_states": 3,
+        "draft_vocab_size": 100,
+        "head_dim": 8 if "latent" in options else 16,
+        "tie_word_embeddings": False,
+        "target_hidden_size": 64,
+        "max_position_embeddings": 512,
+        "rope_theta": 50_000.0,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": 50_000.0},
+    }
+    assert {key: config[key] for key in wanted} == wanted
+
+
+def test_an_mla_export_speaks_to_both_engines(tmp_path: Path):
+    """deepseek_v2: of a deepseek_v3 draft vLLM makes DeepSeek's own multi-token-prediction module."""
+    saved_draft(tmp_path / "draft", **MLA, target_model_type="kimi_k2", target_num_hidden_layers=61,
+        boundaries=(2, 30, 58))  # fmt: skip
+    export_draft(tmp_path / "draft", tmp_path / "out", BOTH)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v2")
+    assert {key: config[key] for key in LATENT} == LATENT
+    assert (config[IDS_KEY], config["eagle_config"][IDS_KEY]) == ([2, 30, 58], [1, 29, 57])
+    read = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (read.kv_lora_rank, read.head_dim, read.num_key_value_heads) == (16, 8, 4)
+    headers = read_headers(tmp_path / "out")
+    assert {name: header.shape for name, header in headers.items() if "self_attn" in name} == {
+        "midlayer.self_attn.q_a_proj.weight": (24, 128),
+        "midlayer.self_attn.q_a_layernorm.weight": (24,),
+        "midlayer.self_attn.q_b_proj.weight": (80, 24),
+        "midlayer.self_attn.kv_a_proj_with_mqa.weight": (24, 128),
+        "midlayer.self_attn.kv_a_layernorm.weight": (16,),
+        "midlayer.self_attn.kv_b_proj.weight": (88, 16),
+        "midlayer.self_attn.o_proj.weight": (64, 40),
+    }
+
+
+def test_a_later_layer_stores_one_norm_under_both_engines_names(tmp_path: Path):
+    draft = saved_draft(tmp_path / "draft", num_hidden_layers=2)
+    with torch.no_grad():
+        draft.layers[1].input_layernorm.weight.normal_()
+    save_draft(tmp_path / "draft", draft, make_info(draft, TARGET, tokenizer_hash="", template_hash=None, ttt_length=3))
+    export_draft(tmp_path / "draft", tmp_path / "out", BOTH)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], draft.layers[1].input_layernorm.weight)
+    assert not torch.equal(tensors["layers.0.hidden_norm.weight"], tensors["layers.1.hidden_norm.weight"])
 
 
 def test_inspect_finds_nothing_wrong_with_an_export(tmp_path: Path):
@@ -128,6 +199,22 @@ def test_inspect_verify_finds_a_changed_byte(tmp_path: Path):
         ({"boundaries": (2, 4, 8)}, BOTH, "no such list"),
         ({"target_model_type": "mystery"}, BOTH, "no known rule"),
         ({"boundaries": (2, 4, 8)}, BOTH, "export.engines=..vllm"),
+        ({**MLA, "num_hidden_layers": 2}, BOTH, "exactly one"),
+        ({**MLA, "norm_before_residual": True}, BOTH, "residual"),
+        ({**MLA, "norm_before_fc": True}, VLLM, "input_norm"),
+        ({**MLA, "norm_before_fc": True}, ExportSettings(engines=("sglang",)), "input_norm"),
+        ({**MLA, "sliding_window": 32}, VLLM, "attends to everything"),
+        ({**MLA, "sliding_window": 32}, ExportSettings(engines=("sglang",)), "attends to everything"),
+        ({**MLA, "rope_scaling": LLAMA3}, VLLM, "llama3 for DeepSeek's YaRN"),
+        (MLA, ExportSettings(engines=("sglang@0.5.11",)), "no MLA draft"),
+        ({**MLA, "fc_norm": True}, ExportSettings(engines=("sglang@0.5.12",)), "from 0.5.13"),
+        (MLA, ExportSettings(engines=("vllm@0.24",)), "rewrites the draft's rope"),
+        (
+            {"rope_scaling": KIMI_YARN},
+            ExportSettings(engines=("sglang@0.5.13",)),
+            "read from 0.5.16",
+        ),
+        ({"rope_scaling": KIMI_YARN}, ExportSettings(engines=("vllm@0.24",)), "read from 0.32"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_and_nothing_is_written(tmp_path: Path, options, settings, words):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eyas.cli import main
 from eyas.errors import InputError
-from eyas.export.folder import export_draft
+from eyas.export.folder import export_draft, refusals
 from eyas.formats.names import spell
 from eyas.formats.taps import IDS_KEY
 from eyas.models.checkpoint import draft_tensors, load_draft, make_info, save_draft
@@ -19,7 +19,7 @@ from eyas.models.foreign import NamedTarget, name_target
 from eyas.models.target import load_target
 from eyas.recipe import ExportSettings, TargetSettings
 from eyas.wiring.loaders import loader_report, read_target
-from test_formats import draft_config
+from test_formats import LATENT, MLA, TARGET, draft_config
 from tiny import save_tiny_target
 
 LAYER_KEYS = (
@@ -128,6 +128,55 @@ def test_an_embedding_of_its_own_is_kept_and_refused_for_sglang(tmp_path: Path, 
     assert not (tmp_path / "out").exists()
     export_draft(tmp_path / "draft", tmp_path / "out", VLLM, where)
     assert load_draft(tmp_path / "out")[1].draft.own_embedding
+
+
+KIMI_YARN = {
+    **{"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16, "beta_fast": 1.0, "beta_slow": 1.0},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+def latent_draft(folder: Path, **keys: object) -> tuple[Draft, NamedTarget]:
+    """The layout of the published Kimi-K2.5 MLA draft: `layers.0.*`, a whole vocabulary, no context, no head_dim."""
+    torch.manual_seed(0)
+    config = draft_config(**MLA, boundaries=(2, 30, 58), target_num_hidden_layers=61, target_model_type="kimi_k2",
+        draft_vocab_size=259, rope_theta=50_000.0, rope_scaling=KIMI_YARN, max_position_embeddings=8192)  # fmt: skip
+    draft = Draft(config)
+    raw = {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        **{key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, **LATENT, "hidden_act": "silu", "rms_norm_eps": 1e-05},
+        **{"vocab_size": 259, "draft_vocab_size": 259, "rope_theta": 50_000.0, "rope_scaling": KIMI_YARN},
+        "eagle_config": {
+            IDS_KEY: [1, 29, 57],
+            **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True},
+            **{"use_last_layernorm": True, "use_mtp_layernorm": False},
+        },
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | keys))
+    save_file({name: tensor.clone() for name, tensor in draft_tensors(draft).items()}, folder / "model.safetensors")
+    identity = TARGET.model_copy(update={"model_type": "kimi_k2", "num_hidden_layers": 61})
+    return draft, NamedTarget(identity, 8192, torch.randn(259, 64))
+
+
+def test_a_latent_draft_of_the_published_layout_comes_back_whole(tmp_path: Path):
+    draft, named = latent_draft(tmp_path / "draft")
+    back, info = load_draft(tmp_path / "draft", foreign=named)
+    assert back.config == draft.config and info.target == named.identity
+    assert same(draft_tensors(back), draft_tensors(draft))
+    assert back.layers[0].self_attn.stretch == pytest.approx(1.41588831**2)  # (0.1 ln 64 + 1)^2
+    assert refusals(back.config, ["sglang", "vllm"]) == []
+
+
+def test_a_latent_draft_that_rotates_halves_or_lacks_a_width_is_refused(tmp_path: Path):
+    _, named = latent_draft(tmp_path / "halves", rope_interleave=False)
+    with pytest.raises(InputError, match="interleave"):
+        load_draft(tmp_path / "halves", foreign=named)
+    latent_draft(tmp_path / "narrow", q_lora_rank=None)
+    with pytest.raises(InputError, match="q_lora_rank"):
+        load_draft(tmp_path / "narrow", foreign=named)
 
 
 def test_norms_of_a_later_layer_must_agree_for_both_engines(tmp_path: Path, target: Path):

@@ -20,7 +20,7 @@ from eyas.formats.vocab_tables import judge_tables
 from eyas.wiring.findings import CODES
 from eyas.wiring.loaders import TargetFacts, loader_report
 from eyas.wiring.static_checks import check_loader, check_static
-from test_formats import TARGET, draft_config
+from test_formats import MLA, TARGET, draft_config
 
 CASES = Path(__file__).parents[1].parent / "shared" / "cases"
 ROWS = json.loads((Path(__file__).parent / "data" / "loader_cases.json").read_text())
@@ -289,6 +289,33 @@ def test_classes_that_cannot_capture_yet_are_refused_by_name():
         assert "architecture_unknown" in codes(loader_report(raw, engine, TargetFacts(target, 8)), severity), engine
 
 
+YARN = {"rope_type": "yarn", "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({"rope_scaling": YARN}, "sglang@0.5.16"),
+        ({"rope_scaling": YARN}, "vllm@0.32"),
+        ({**MLA, "rope_scaling": YARN}, "sglang@0.5.12"),
+        ({**MLA, "rope_scaling": YARN}, "vllm@0.33"),
+    ],
+)
+def test_the_releases_that_read_mscale_pass(options, engine):
+    raw, headers = exported(**options)
+    assert loader_report(raw, engine, LLAMA, headers).verdict == "pass"
+
+
+def test_vllm_takes_a_deepseek_v3_draft_for_something_else():
+    raw, headers = exported(**MLA)
+    report = loader_report(raw | {"model_type": "deepseek_v3"}, "vllm", LLAMA, headers)
+    (found,) = [one for one in report.findings if one.code == "architecture_unknown"]
+    assert (found.where, found.fix) == ("vllm@0.33/v2: model_type", "model_type = deepseek_v2")
+    halves = loader_report(raw | {"rope_interleave": False}, "vllm", LLAMA, headers)
+    assert codes(halves) == ["rope_scaling"]
+    assert codes(loader_report(raw | {"rope_interleave": False}, "sglang", LLAMA, headers)) == []
+
+
 # Options ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +340,8 @@ def exported(**options):
         {"norm_before_fc": True},
         {"num_hidden_layers": 2},
         {"boundaries": (2, 3, 4, 5)},
+        MLA,
+        {**MLA, "fc_norm": True, "norm_output": True},
     ],
 )
 def test_an_export_passes_every_recent_engine(engine, options):
@@ -340,6 +369,18 @@ def test_an_export_passes_every_recent_engine(engine, options):
         ({"boundaries": (2, 3, 4, 5)}, "sglang@0.5.11", "shape_mismatch"),
         ({"boundaries": (2, 3, 4, 5)}, "vllm@0.20", "shape_mismatch"),
         ({"block": "qwen3"}, "vllm@0.20", "architecture_unknown"),
+        (MLA, "sglang@0.5.11", "architecture_unknown"),
+        ({**MLA, "num_hidden_layers": 2}, "sglang", "config_key_wrong"),
+        ({**MLA, "norm_before_fc": True}, "sglang", "fc_norm"),
+        ({**MLA, "norm_before_fc": True}, "vllm", "fc_norm"),
+        ({**MLA, "fc_norm": True}, "sglang@0.5.12", "fc_norm"),
+        ({**MLA, "sliding_window": 32}, "sglang", "sliding_window"),
+        ({**MLA, "sliding_window": 32}, "vllm", "sliding_window"),
+        ({**MLA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "sglang", "rope_scaling"),
+        ({**MLA, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "truncate": False}}, "vllm", "rope_scaling"),
+        ({"rope_scaling": YARN}, "sglang@0.5.13", "rope_scaling"),
+        ({"rope_scaling": YARN}, "vllm@0.24", "rope_scaling"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "sglang", "rope_scaling"),
     ],
 )
 def test_what_an_engine_does_not_do_is_found_by_name(options, engine, code):

@@ -160,6 +160,13 @@ def test_an_mla_target_with_a_gqa_draft_needs_a_backend_for_it(tmp_path):
     assert "draft-attention-backend" in found.where and "latent" in found.found
     named = preflight(parse_launch("sglang", f"{args} --speculative-draft-attention-backend fa3"), gpu_bytes=[GIB] * 8)
     assert "flag_conflict" not in codes(named)
+    widths = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    latent = {"block": "mla", "num_key_value_heads": 4, "head_dim": 64, "latent": widths | {"v_head_dim": 128}}
+    write_draft(tmp_path / "latent", target_model_type="kimi_k2", target_num_hidden_layers=61, boundaries=(2, 30, 58),
+        target_hidden_size=7168, hidden_size=7168, vocab_size=163840, max_position_embeddings=262144,
+        **latent)  # fmt: skip
+    own = preflight(parse_launch("sglang", args.replace(str(draft), str(tmp_path / "latent"))), gpu_bytes=[GIB] * 8)
+    assert "flag_conflict" not in codes(own)
 
 
 def test_the_cap_of_48_is_said_and_compared_with_the_baseline(models):

@@ -19,7 +19,22 @@ from eyas.models.attention import Attend, Rope, attention, rope_parameters
 
 
 def llama_config(config: DraftConfig) -> LlamaConfig:
-    """The draft's block as transformers spells it (for its norm, MLP and rope modules)."""
+    """The draft's block as transformers spells it (for its norm, MLP and rope modules).
+
+    Raises InputError for a rope scaling that lacks a key of its type.
+    """
+    try:
+        return _llama_config(config)
+    except KeyError as error:
+        raise InputError(
+            wanted="every key of the rope's type",
+            got=str(error.args[0]),
+            where="draft config: rope_scaling",
+            next="write the keys that are missing (config.json: rope_scaling)",
+        ) from error
+
+
+def _llama_config(config: DraftConfig) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
