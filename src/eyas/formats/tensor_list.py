@@ -109,7 +109,8 @@ def check_layout(headers: Headers, raw: Mapping[str, Any], config: DraftConfig |
     """What is missing, unexpected or mis-shaped. `raw` is the config.json ({} without one)."""
     found = {canonical_name(name): header for name, header in headers.items()}
     problems = _dtypes(found) + _spelling(headers)
-    if config is not None:
+    # an MLA draft without a head takes the target's, in both engines, where draft_vocab_size is null or the whole
+    if config is not None and (config.block != "mla" or "lm_head.weight" in found):
         return problems + check_tensors(config, {name: header.shape for name, header in found.items()}, "tensors")
     shapes = {name: header.shape for name, header in found.items()}
     return problems + _missing(shapes, raw) + _shapes(shapes, raw) + _block(shapes, raw)

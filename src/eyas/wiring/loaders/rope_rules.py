@@ -39,7 +39,7 @@ def latent_problems(case: Case) -> Iterator[Problem]:
     """Problems of an MLA draft; none for another block."""
     if case.view.block != "mla" or case.sglang:
         return
-    kind = case.view.config.get("model_type")
+    kind = str(case.view.config.get("model_type"))
     if kind in MTP_TYPES:
         found = f"{kind}: DeepSeekMTPModel is put in the place of the class, and vLLM does not start"
         yield Problem("architecture_unknown", "model_type", "deepseek_v2", found, "model_type = deepseek_v2", "error")
