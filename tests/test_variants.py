@@ -19,6 +19,7 @@ from eyas.recipe import DraftSettings, EvaluateSettings, ExportSettings, TargetS
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, new_draft
 from eyas.training.loop import train
+from eyas.wiring.check import check
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.parity import ttt_equals_incremental
 from made_captures import BOUNDARIES, made
@@ -146,6 +147,21 @@ def _exported_or_refused(folder: Path, engine: str, refused: set[str], model_typ
     report = loader_report(out, engine)
     assert (report.verdict, report.boundaries) == ("pass", BOUNDARIES), report.problems
     assert report.fates is not None and report.fates.missing == report.fates.dropped == report.fates.refused == []
+
+
+def test_every_check_of_a_latent_draft_runs_and_none_fails(grounds: dict[str, Ground], tmp_path: Path) -> None:
+    ground = grounds["deepseek_v3"]
+    shape = DraftSettings(block="mla", vocab_size=200)
+    longer = SETTINGS.model_copy(update={"epochs": 40.0})  # hypotheses tell wirings of a draft that has learned one
+    train(ground.captures, tmp_path / "draft", longer, shape, TargetSettings(name=str(ground.folder)))
+    export_draft(tmp_path / "draft", tmp_path / "out", ExportSettings())
+    report = check(
+        str(ground.folder), captures=ground.captures, draft=tmp_path / "draft", export=tmp_path / "out",
+        engines=("sglang@0.5.23", "vllm@0.33"),
+    )  # fmt: skip
+    statuses = {one["name"]: one["status"] for one in report["checks"]}
+    assert "fail" not in statuses.values(), report["findings"]
+    assert statuses["TTT parity"] == statuses["export"] == statuses["acceptance"] == "pass"
 
 
 def test_a_latent_drafts_widths_are_the_targets_or_deepseeks_cut_to_a_small_target(grounds: dict[str, Ground]) -> None:
