@@ -88,7 +88,7 @@ def parse(text: str) -> Line:
     match = HEAD.match(text)
     assert match is not None, "every part of HEAD is optional"
     stamp, process, sglang, ranks, level, vllm, at, letter, uvicorn = match.groups()
-    headed = "sglang" if sglang else "vllm" if vllm else "llamacpp" if letter else "uvicorn" if uvicorn else ""
+    headed = "uvicorn" if uvicorn else "sglang" if sglang else "vllm" if vllm else "llamacpp" if letter else ""
     return Line(
         text,
         text[match.end() :],

@@ -101,7 +101,7 @@ class Reading:
 
     def _milestone(self, line: Line) -> bool:
         """Whether `line` was a milestone, or the access log's; both explain no failure."""
-        if line.message == phases.STARTUP_COMPLETE:
+        if line.headed == "uvicorn" and line.message == phases.STARTUP_COMPLETE:
             self._enter("ready" if self.engine == "vllm" else "http", line)
             return True
         if line.level == "INFO" and "HTTP/1" in line.message and (access := phases.ACCESS.match(line.message)):
