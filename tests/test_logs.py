@@ -377,6 +377,7 @@ def test_a_rotated_file_is_read_to_its_end_and_a_truncated_one_from_its_start(tm
     with path.open("a") as file:
         file.write(sglang(FIRED_UP)[-5:])
     assert reader.poll().phase == "ready"
+    reader.close()
 
 
 def test_a_poll_may_be_limited_and_says_how_far_behind_it_is(tmp_path: Path) -> None:
@@ -387,6 +388,7 @@ def test_a_poll_may_be_limited_and_says_how_far_behind_it_is(tmp_path: Path) -> 
     while reader.behind:
         got = reader.poll(limit=7)
     assert got == read_log(path)
+    reader.close()
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), os.mkfifo])
@@ -433,6 +435,7 @@ def test_any_bytes_in_any_chunking_give_the_state_of_reading_them_at_once(pieces
                 file.write(text[start:stop])
                 reader.poll()
         assert reader.poll() == read_log(path)
+        reader.close()
 
 
 @given(st.lists(st.binary(max_size=30) | st.just(b"y" * 5000), max_size=20))
