@@ -192,23 +192,35 @@ def test_a_kill_by_the_kernel_for_memory_is_told_from_any_other(fated: Fated) ->
     assert (seen["state"], seen["cause"]) == ("crashed", "host_oom")
 
 
-@pytest.mark.parametrize(("fate", "state"), [("silent", "stuck"), ("busy", "loading")])
-def test_silent_and_idle_is_stuck_and_silent_and_computing_is_not(fated: Fated, fate: str, state: str) -> None:
-    launch = fated(fate)
+def halfway(launch: Launch, clock: Callable[[], float]) -> Watch:
+    """A watch of a server that has said half of its shards and falls silent."""
     start(launch.command, launch.folder, launch.key)
-    now = [time.time()]
-    watch = Watch(of_folder(launch.folder), clock=lambda: now[0])
+    watch = Watch(of_folder(launch.folder), clock=clock)
     while "4/8" not in str(watch.log):
         watch.look()
         time.sleep(0.02)
-    for _ in range(30):
+    return watch
+
+
+def test_silent_and_idle_is_stuck(fated: Fated) -> None:
+    now = [time.time()]
+    watch = halfway(fated("silent"), lambda: now[0])
+    for _ in range(30):  # 150 s of the test's own clock
         now[0] += 5.0
-        # the clock is the test's own: 150 s pass in half a second, and so much CPU time counts for little
-        time.sleep(0.02 if fate == "silent" else 0.15)
-        if fate == "busy" and watch.processes is not None:
-            now[0] -= 4.9
         status = watch.look()
-    assert status.state in (state, "starting" if state == "loading" else state)
+    assert (status.state, status.phase, status.cause) == ("stuck", "weights", "no_progress")
+    assert status.shards == (4, 8)
+    watch.close()
+
+
+def test_silent_and_computing_is_loading(fated: Fated) -> None:
+    watch = halfway(fated("busy"), time.time)
+    idle = []
+    for _ in range(6):
+        time.sleep(0.05)
+        watch.refresh()
+        idle.append(watch.look().idle_s)
+    assert max(one for one in idle[1:] if one is not None) < 0.2
     watch.close()
 
 
@@ -269,24 +281,27 @@ def test_a_start_without_a_draft_says_how_to_give_one(interpreter: Path) -> None
         prepare(recipe)
 
 
-def test_an_interrupt_of_serve_stops_the_whole_tree(interpreter: Path, tmp_path: Path) -> None:
-    port = free_port()
+@pytest.mark.parametrize(
+    ("fate", "said", "code"), [("ready", b"Ctrl-C stops it", 0), ("silent", b"loading, phase weights", 130)]
+)
+def test_an_interrupt_of_serve_stops_the_whole_tree(
+    interpreter: Path, tmp_path: Path, fate: str, said: bytes, code: int
+) -> None:
     command = [sys.executable, "-m", "eyas.cli", "serve", "--engine", "sglang", "--plain", "--python", str(interpreter)]
-    words = [*command, "--target", str(tmp_path / "target"), "--port", str(port), "--json"]
-    environment = os.environ | {"FAKE": json.dumps({"fate": "ready"})}
+    words = [*command, "--target", str(tmp_path / "target"), "--port", str(free_port()), "--json"]
+    environment = os.environ | {"FAKE": json.dumps({"fate": fate})}
     with subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as running:
         assert running.stderr is not None
-        for line in running.stderr:
-            if b"Ctrl-C stops it" in line:
-                break
+        assert any(said in line for line in running.stderr)
         server = read_server(tmp_path / "runs" / "run" / "serve-plain")
         assert is_same(server.pid, server.created)
         running.send_signal(signal.SIGINT)
         out, _ = running.communicate()
     result = json.loads(out)
-    assert running.returncode == 0 and result["state"] == "stopped" and result["port_free"]
+    assert running.returncode == code
+    assert (result["state"], result["port_free"]) == ("stopped", True) if code == 0 else result["error"]
     assert not is_same(server.pid, server.created)
 
 

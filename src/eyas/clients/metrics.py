@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from eyas.clients.health import client, get
-
 SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\S+)?")
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 ESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
@@ -59,10 +57,3 @@ def _samples(lines: Iterable[str]) -> Iterable[tuple[str, dict[str, str], float]
 
 def _unescape(match: re.Match[str]) -> str:
     return ESCAPED.get(match[0], match[0])
-
-
-def read_metrics(url: str) -> Metrics | None:
-    """A server's `/metrics`; None where it has none (SGLang without --enable-metrics) or does not answer."""
-    with client(url) as http:
-        status, body, _ = get(http, "/metrics")
-    return parse_metrics(body) if status == 200 else None

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from eyas.clients.health import Prober
@@ -74,8 +73,14 @@ class Watch:
         self.memory, status = decide(self.memory, seen, self.expected)
         return status if status.engine is not None else replace(status, engine=self.found.engine)
 
+    def refresh(self) -> None:
+        """Let the next look see everything anew, whoever's turn it is."""
+        for turn in self._turns.values():
+            turn.last = float("-inf")
+
     def once(self) -> Status:
         """One look with a probe brought to its end."""
+        self.refresh()
         if self._prober is not None:
             self._prober.wait()
         return self.look()
@@ -108,8 +113,3 @@ class Watch:
         parts = urlsplit(self.found.url or "")
         if parts.port is not None:
             self._port = port_of(parts.port, self.pids, parts.hostname or "127.0.0.1")
-
-
-def log_only(path: Path) -> Found:
-    """A log and nothing else."""
-    return Found(log=path)
