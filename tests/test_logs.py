@@ -185,6 +185,33 @@ def test_the_first_rank_explains_not_what_it_did_to_the_others(tmp_path: Path) -
     assert got.evidence == "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
 
 
+def test_a_warning_that_the_server_lived_with_explains_no_later_crash(tmp_path: Path) -> None:
+    crash = "[2026-05-01 10:01:00 TP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+    crash += '  File "/env/sglang/srt/b.py", line 22, in inner\n    raise ValueError("odd")\nValueError: odd\n'
+    for warning in (
+        "Ignore import error when loading sglang.srt.models.x: ModuleNotFoundError: No module named 'x'",
+        "Failed to load deep_gemm: libcudart.so.12: cannot open shared object file: No such file or directory",
+    ):
+        assert state(tmp_path, sglang(*SGLANG_START, warning) + crash).cause == "unexplained"
+    caught = sglang(*SGLANG_START, "Failed to load: libcudart.so.12: cannot open shared object file")
+    assert state(tmp_path, caught + sglang("Received sigquit from a child process.")).cause == "library_missing"
+
+
+def test_a_server_that_dies_at_work_is_crashed_with_the_workers_error(tmp_path: Path) -> None:
+    error = "({} pid=9) ERROR 06-27 17:13:00 [x.py:9] "
+    worker, core = error.format("Worker_TP1"), error.format("EngineCore")
+    text = vllm("Starting to load model /m...") + "(APIServer pid=1) INFO:     Application startup complete.\n"
+    text += f"{worker}WorkerProc hit an exception.\n{worker}Traceback (most recent call last):\n"
+    text += f'{worker}  File "/env/vllm/v1/worker/x.py", line 9, in run\n{worker}    x()\n'
+    text += f"{worker}torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    text += f"{core}EngineCore encountered a fatal error.\n{core}Traceback (most recent call last):\n"
+    text += (
+        f'{core}  File "/env/vllm/v1/engine/core.py", line 9, in run\n{core}RuntimeError: Worker failed with error\n'
+    )
+    got = state(tmp_path, text + "(APIServer pid=1) INFO:     Shutting down\n")
+    assert (got.state, got.phase, got.cause) == ("crashed", "ready", "illegal_access")
+
+
 def test_a_compilers_line_above_the_traceback_explains_it(tmp_path: Path) -> None:
     error = "(EngineCore pid=7) ERROR 06-27 17:13:00 [core.py:9] "
     text = (

@@ -20,6 +20,8 @@ LAUNCHED: dict[Engine, re.Pattern[str]] = {
     "sglang": re.compile(r"sglang(?:\.launch_server| serve)"),
 }
 """A launcher's own words: no proof of an engine's log, but a clue to whose end an end is."""
+SURVIVED = re.compile(r"\b(?:[Ii]gnor|[Ff]all(?:ing|s)? ?back|[Ss]kip|[Rr]etry|optional)")
+"""Words of a record or a raw line that says itself that the server goes on without."""
 OWN_FRAMES: dict[Engine, str] = {"sglang": "/sglang/srt/", "vllm": "/vllm/"}
 
 
@@ -313,6 +315,11 @@ class Reading:
             return False
         tight = row.fatal or (trace is not None and not trace.caught)
         new = clue(self.lines, row, row.advise(match), tight, line.text)
+        if not tight and trace is None and line.level == "":
+            if SURVIVED.search(line.message):
+                return False
+            if line.headed:  # SGLang's records have no level: a warning looks like an error, so it explains less
+                new.kind = "symptom"
         self.clues.add(new)
         self.joined = new if trace is not None and line.message[:1] == " " else None
         if row.fatal:
