@@ -131,8 +131,3 @@ def when(time: str, after: datetime | None, today: datetime) -> datetime | None:
     if not after and moment > today + timedelta(days=1) and not (moment.month == 2 and moment.day == 29):
         return moment.replace(year=year - 1)
     return moment
-
-
-def stamped(text: str, moment: datetime) -> str:
-    """A line of a log that Eyas keeps: `text` as the server said it, with the time it was said (local)."""
-    return f"{moment.isoformat(timespec='milliseconds')} {text}"
