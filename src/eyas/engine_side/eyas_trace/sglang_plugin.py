@@ -68,8 +68,9 @@ def after_load(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     attempt("hook this model", attach, runner.model)
 
 
-def recorder() -> Recorder:
-    if not RECORDERS or RECORDERS[-1].done:
+def recorder(another: bool = False) -> Recorder:
+    """The process's own; `another` where a target was loaded: a process may hold one engine after the other."""
+    if another or not RECORDERS or RECORDERS[-1].done:
         version = getattr(importlib.import_module("sglang"), "__version__", "?")
         RECORDERS.append(Recorder.from_environment("sglang", str(version)))
     return RECORDERS[-1]
@@ -79,7 +80,10 @@ def attach(model: torch.nn.Module) -> bool:
     """Hook a target or a draft; False where this process does not record."""
     if not first_rank():
         return False
-    (attach_draft if is_draft(model) else attach_target)(recorder(), model)
+    if is_draft(model):  # loaded after its target, in both engines
+        attach_draft(recorder(), model)
+    else:
+        attach_target(recorder(another=True), model)
     logger.info("eyas_trace: hooked %s", type(model).__name__)
     return True
 

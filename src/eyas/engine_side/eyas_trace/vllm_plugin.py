@@ -45,13 +45,16 @@ def register() -> None:
 class TraceExtension:
     """For --worker-extension-cls eyas_trace.vllm_plugin.TraceExtension: start a trace in a running engine.
 
-    `llm.collective_rpc("eyas_trace_start")`, under the same environment variables; returns what was hooked.
+    `llm.collective_rpc("eyas_trace_start")`, under the same environment variables; returns what was hooked. A trace
+    under way ends with it.
     """
 
     model_runner: Any
 
     def eyas_trace_start(self) -> list[str]:
         wanted()
+        for earlier in RECORDERS:
+            earlier.close()
         runner = self.model_runner
         holders = [getattr(runner, name, None) for name in ("drafter", "speculator")]
         models = [runner.get_model(), *(getattr(holder, "model", None) for holder in holders)]
@@ -59,8 +62,9 @@ class TraceExtension:
         return [type(model).__name__ for model in found if attach(model)]
 
 
-def recorder() -> Recorder:
-    if not RECORDERS or RECORDERS[-1].done:
+def recorder(another: bool = False) -> Recorder:
+    """The process's own; `another` where a target was loaded: a process may hold one engine after the other."""
+    if another or not RECORDERS or RECORDERS[-1].done:
         version = getattr(importlib.import_module("vllm"), "__version__", "?")
         RECORDERS.append(Recorder.from_environment("vllm", str(version)))
     return RECORDERS[-1]
@@ -70,7 +74,10 @@ def attach(model: torch.nn.Module) -> bool:
     """Hook a target or a draft; False where this process does not record."""
     if not first_rank():
         return False
-    (attach_draft if is_draft(model) else attach_target)(recorder(), model)
+    if is_draft(model):  # loaded after its target, in both engines
+        attach_draft(recorder(), model)
+    else:
+        attach_target(recorder(another=True), model)
     logger.info("eyas_trace: hooked %s", type(model).__name__)
     return True
 
