@@ -58,6 +58,7 @@ OPTIONS = [
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "fc_bias": True},
     {"block": "qwen3", "attention_bias": True},
+    {"attention_bias": True},
     {"num_hidden_layers": 2, "own_embedding": True},
     {"draft_vocab_size": 259},
     {"boundaries": (0, 3, 5, 8), "head_dim": 32},

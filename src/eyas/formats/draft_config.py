@@ -84,6 +84,7 @@ class DraftConfig(BaseModel):
     """One RMSNorm over the concatenated taps before `fc` (tensor `input_norm`)."""
     norm_before_residual: bool = False
     attention_bias: bool = False
+    """Biases of q, k and v, and in a Llama block of o: vLLM's Qwen3 draft has none there."""
     fc_bias: bool = False
     sliding_window: int | None = None
     own_embedding: bool = False

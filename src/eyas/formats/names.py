@@ -122,6 +122,8 @@ def _heads(config: DraftConfig, width: int) -> dict[str, Shape]:
         if config.attention_bias:
             shapes[f"{name}.bias"] = (rows,)
     shapes["o_proj.weight"] = (config.hidden_size, heads)
+    if config.attention_bias and config.block == "llama":
+        shapes["o_proj.bias"] = (config.hidden_size,)
     if config.block == "qwen3":
         shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
     return shapes

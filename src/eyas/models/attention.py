@@ -68,7 +68,7 @@ class GroupedAttention(Attention):
         self.q_proj = nn.Linear(width, heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=bias and config.block == "llama")
         qk_norm = config.block == "qwen3"
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()

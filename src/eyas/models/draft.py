@@ -129,14 +129,18 @@ class Draft(nn.Module):
         if not self.config.own_embedding:
             self.embed_tokens.weight = nn.Parameter(weight_VH.detach(), requires_grad=False)
 
-    def fuse(self, taps_BTA: Tensor) -> Tensor:
-        """Concatenated taps, in ascending boundary order, to the first step's state [B, T, H]."""
+    def before_fc(self, taps_BTA: Tensor) -> Tensor:
+        """Concatenated taps, in ascending boundary order, to what `fc` is given [B, T, A]: the norms, if any."""
         if self.config.norm_before_fc:
             taps_BTA = self.input_norm(taps_BTA)
         if self.config.fc_norm:
             chunks = taps_BTA.split(self.config.target_hidden_size, dim=-1)
             taps_BTA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(taps_BTA)
+        return taps_BTA
+
+    def fuse(self, taps_BTA: Tensor) -> Tensor:
+        """Concatenated taps to the first step's state [B, T, H]."""
+        return self.fc(self.before_fc(taps_BTA))
 
     def rope(self, positions_BT: Tensor) -> Rope:
         """cos and sin for rotary positions [B, T]."""

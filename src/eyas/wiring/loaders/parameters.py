@@ -91,6 +91,8 @@ def _heads(view: View, width: int | None) -> dict[str, Known]:
         if view.get("attention_bias"):
             shapes[f"self_attn.{name}.bias"] = _shape(rows)
     shapes["self_attn.o_proj.weight"] = _shape(view.get("hidden_size"), queries)
+    if view.get("attention_bias") and view.block != "qwen3":  # vLLM's Llama block, which its draft inherits
+        shapes["self_attn.o_proj.bias"] = _shape(view.get("hidden_size"))
     if view.block == "qwen3":
         shapes |= {"self_attn.q_norm.weight": _shape(dim), "self_attn.k_norm.weight": _shape(dim)}
     return shapes
