@@ -89,7 +89,7 @@ def test_a_right_trace_passes_every_check(made: Path, target: Target, draft: Dra
     sample = captured(target, "s", "train", text, len(PROMPT))
     captures = CaptureReader(write_captures(tmp_path / "c", target, [sample]))
     checks = trace_checks([made], target, captures, draft)
-    assert [check.status for check in checks] == ["pass"] * 4, [check.evidence for check in checks]
+    assert [check.status for check in checks] == ["pass"] * 5, [check.evidence for check in checks]
     assert codes(checks) == []
     assert "fc differs by 0.00%" in of(checks, "trace draft").evidence
 
@@ -203,6 +203,59 @@ def test_weights_that_are_not_the_folders_are_named_by_stage(made: Path, target:
     assert [one.code for one in check.findings] == ["parity_mismatch"]
     assert check.findings[0].where.endswith(": layer")
     assert "fc differs by 0.00%" in check.evidence and "logits differs by 0.0" in check.evidence
+
+
+def test_norms_before_fc_are_recomputed_from_the_engines_own_taps(target: Target, tmp_path: Path) -> None:
+    """An engine's hook on fc sees normed taps (the embedded one records them raw): one that skips the norms shows."""
+    draft = random_draft(target, fc_norm=True).requires_grad_(False)
+    draft.share_embedding(target.embedding)
+    draft.fc_norm[1].weight.fill_(3.0)
+    request = TraceRequest(tmp_path / "e", True)
+    engine = Engine(target, draft, num_steps=2, kernels="torch", announce=False, trace=request)
+    engine.generate(PROMPT, 3, num_steps=2, ignore_eos=True)
+    engine.close()
+
+    def normed(record: dict, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return draft.before_fc(tensor) if record["stage"] == "taps" and tensor is not None else None
+
+    for name, change, codes_found in (("right", normed, []), ("skipped", lambda *_: None, ["taps", "fc"])):
+        path = planted(tmp_path / "e", tmp_path / name, change)
+        file = path / TRACE
+        file.write_text(file.read_text().replace('"source": "eyas"', '"source": "vllm"', 1))
+        check = of(trace_checks([path], target, None, draft), "trace draft")
+        assert [one.where.rpartition(": ")[2] for one in check.findings] == codes_found, check.evidence
+        assert "taps differs by" in check.evidence
+
+
+@pytest.mark.parametrize(
+    ("reading", "status", "named"),
+    [
+        (lambda draft, best: draft.target_ids(best), "pass", []),
+        (lambda draft, best: best, "fail", ["d2t_missing"]),
+        (lambda draft, best: draft.d2t[best], "fail", ["d2t_absolute"]),
+        (lambda draft, best: best * 0 + 7, "unknown", []),
+    ],
+)
+def test_drafted_ids_are_read_by_the_folders_table_or_named(
+    reading: Callable[[Draft, torch.Tensor], torch.Tensor],
+    status: str,
+    named: list[str],
+    made: Path,
+    target: Target,
+    draft: Draft,
+    tmp_path: Path,
+) -> None:
+    draft.d2t.copy_(torch.arange(200) % 3 + 20)
+    best: list[torch.Tensor] = []
+
+    def change(record: dict, tensor: torch.Tensor | None) -> None:
+        if record["stage"] == "logits" and tensor is not None:
+            best[:] = [tensor.flatten()[-200:].argmax()]
+        if record["stage"] == "layer" and record["step"]:
+            record["ids"] = [int(reading(draft, best[0]))]
+
+    check = of(trace_checks([planted(made, tmp_path / "t", change)], target, None, draft), "trace tokens")
+    assert (check.status, codes([check])) == (status, named), check.evidence
 
 
 def test_a_trace_of_statistics_says_what_it_lacks(target: Target, draft: Draft, tmp_path: Path) -> None:

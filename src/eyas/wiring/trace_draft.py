@@ -26,9 +26,12 @@ from eyas.wiring.compare import OTHER, SAME, Traced, check_trace, distance, find
 from eyas.wiring.findings import Finding
 from eyas.wiring.static_checks import Check
 
-ALLOWED = {"float32": 1e-3}
-"""Median relative distance of rows that one computation may differ by; half precision: as captures (SAME)."""
+ALLOWED, WRONG = {"float32": 1e-3}, {"float32": 1e-2}
+"""Median relative distance of rows that one computation may differ by, and from which it is another; in half precision
+as captures (SAME, OTHER)."""
+FEWEST_TOKENS = 4
 STAGES = {
+    "taps": "what fc is given is not the taps after the folder's norms",
     "fc": "fc, or the norms before it, are not those of the folder",
     "layer": "the decoder layer is not the folder's, or is wired otherwise (norms, residual, rope, attention)",
     "logits": "norm or lm_head are not the folder's",
@@ -54,9 +57,9 @@ def check_draft_of(traced: Traced, draft: Draft | None) -> Check:
             result.findings.append(width_finding(stage, given, got, traced.where))
             continue
         apart = distance(got, given)
-        lines.append(f"{stage} differs by {apart:.2%}")
+        lines.append(f"{stage} differs by {percent(apart, 2)}")
         allowed = ALLOWED.get(stages.fc.dtype, SAME)
-        if apart >= OTHER:
+        if apart >= WRONG.get(stages.fc.dtype, OTHER):
             result.findings.append(draft_finding(stage, apart, allowed, traced.where))
         elif apart > allowed:
             result.status = "unknown"
@@ -67,8 +70,9 @@ def check_draft_of(traced: Traced, draft: Draft | None) -> Check:
 
 @dataclass(frozen=True)
 class PromptStages:
-    """The records of one prompt's draft forward."""
+    """The records of one prompt's draft forward, and the target's own taps of its rows."""
 
+    captured: tuple[Record, ...]
     taps: Record
     fc: Record
     layer: Record | None
@@ -79,10 +83,11 @@ def first_prompt(trace: Trace) -> PromptStages | None:
     """The first draft forward over rows 0, 1, ... whose tensors are there."""
     for _, records in trace.calls():
         stored = [one for one in records if one.tensor is not None and not one.step]
-        by_stage = {stage: next((one for one in stored if one.stage == stage), None) for stage in ("taps", *STAGES)}
+        captured = tuple(one for one in stored if one.stage == "tap")
+        by_stage = {stage: next((one for one in stored if one.stage == stage), None) for stage in STAGES}
         taps, fc = by_stage["taps"], by_stage["fc"]
         if taps is not None and fc is not None and (taps.positions or (None,))[0] == 0:
-            return PromptStages(taps, fc, by_stage["layer"], by_stage["logits"])
+            return PromptStages(captured, taps, fc, by_stage["layer"], by_stage["logits"])
     return None
 
 
@@ -91,7 +96,11 @@ def recomputed(trace: Trace, stages: PromptStages, draft: Draft) -> Iterator[tup
     taps, fused = trace_tensor(trace, stages.taps).float(), trace_tensor(trace, stages.fc).float()
     if taps.shape[-1] == draft.config.taps_width:
         # An engine's hook on fc sees what it is given: norms before it have run.
-        yield "fc", draft.fuse(taps) if trace.header.source == "eyas" else draft.fc(taps), fused
+        normed = trace.header.source != "eyas"
+        if normed and len(stages.captured) == len(draft.config.boundaries):
+            raw = torch.cat([trace_tensor(trace, tap).float()[: len(taps)] for tap in stages.captured], dim=-1)
+            yield "taps", draft.before_fc(raw), taps
+        yield "fc", draft.fc(taps) if normed else draft.fuse(taps), fused
     if stages.layer is None:
         return
     fed = trace_tensor(trace, stages.layer).float()
@@ -118,12 +127,58 @@ def forward(draft: Draft, fused_TH: Tensor, ids: Sequence[int], start: int) -> T
     return draft.feedback(draft(torch.tensor([list(ids)]), fused_TH[None], rope, attend))[0]
 
 
+@torch.inference_mode()
+def check_tokens_of(traced: Traced, draft: Draft | None) -> Check:
+    """The id that the next step embeds is the target's id of the best draft logit, by the folder's table."""
+    name = f"trace tokens ({traced.path.name})"
+    if draft is None:
+        return Check(name, "skipped", "needs the draft's folder (--draft) and the target")
+    drafted = [] if traced.trace is None else list(drafted_tokens(traced.trace, draft.config.draft_vocab_size))
+    if len(drafted) < FEWEST_TOKENS:
+        return Check(name, "skipped", f"{len(drafted)} drafted tokens with their logits: trace a chain of 2 or more")
+    best, fed = torch.tensor(drafted).T
+    if not bool((best < len(draft.d2t)).all()):
+        return Check(name, "skipped", "logits of another vocabulary than the draft's")
+    readings = {"": draft.target_ids(best), "d2t_missing": best, "d2t_absolute": draft.d2t[best]}
+    hits = {code: int((ids == fed).sum()) for code, ids in readings.items()}
+    reading = max(hits, key=lambda code: hits[code])
+    evidence = f"of {len(fed)} drafted tokens {hits['']} are the best logit's, by the folder's d2t"
+    result = Check(name, "pass", evidence)
+    if hits[reading] < 0.9 * len(fed):  # drafting by sampling, say
+        result.status = "unknown"
+    elif reading:
+        fix = "serve the folder that is checked: d2t is an offset, target id = draft id + d2t[draft id]"
+        words = {"d2t_missing": "draft ids as if they were target ids", "d2t_absolute": "d2t as if it held target ids"}
+        found = f"{words[reading]} ({hits[reading]} of {len(fed)})"
+        message = "The engine drafts other tokens than the draft means."
+        result.findings.append(finding_of(reading, traced.where, "draft id + d2t[draft id]", found, fix, message))
+        result.status = "fail"
+    return result
+
+
+def drafted_tokens(trace: Trace, draft_vocab_size: int) -> Iterator[tuple[int, int]]:
+    """Best draft id of a step, and the id that the step after it embedded; of steps that drafted one token."""
+    for _, records in trace.calls():
+        logits = {one.step: one for one in records if one.stage == "logits" and one.tensor is not None}
+        for layer in (one for one in records if one.stage == "layer" and one.step):
+            scored = logits.get(layer.step - 1) if layer.step else None
+            if scored is not None and layer.ids is not None and len(layer.ids) == 1:
+                rows = trace_tensor(trace, scored)
+                if rows.numel() == draft_vocab_size:
+                    yield int(rows.argmax()), layer.ids[0]
+
+
+def percent(apart: float, places: int = 0) -> str:
+    """A distance in words; what lies beyond ten times the state itself is only called so (random memory, overflow)."""
+    return f"{apart:.{places}%}" if apart < 10 else "more than 1,000 %"
+
+
 def draft_finding(stage: str, apart: float, allowed: float, where: str) -> Finding:
     return finding_of(
         "parity_mismatch",
         f"{where}: {stage}",
         f"what the folder's weights give, within {allowed:.1%}",
-        f"{apart:.0%} away",
+        f"{percent(apart)} away",
         "eyas inspect DRAFT --engine ENGINE@VERSION lists the tensors that engine ignores or leaves random",
         f"The engine runs another draft than the folder holds: {STAGES[stage]}.",
     )
@@ -233,7 +288,7 @@ def trace_checks(
     checks: list[Check] = []
     for traced in read:
         checks += check_trace(traced, reference, captures, wanted, device)
-        checks.append(check_draft_of(traced, exact))
+        checks += [check_draft_of(traced, exact), check_tokens_of(traced, exact)]
     return checks + [check_pair(one, other) for one, other in pairwise(read)]
 
 
