@@ -262,6 +262,42 @@ def test_sglang_has_the_names_that_are_hooked(wheel: zipfile.ZipFile) -> None:
         assert "layers_to_capture" in text, family
 
 
+def constants(module: str) -> dict[str, str | tuple[str, ...]]:
+    """What a plug-in spells: its module's constants, without importing it."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    pairs = [(node.targets[0], node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    named = [(name.id, value) for name, value in pairs if isinstance(name, ast.Name)]
+    return {name: ast.literal_eval(value) for name, value in named if isinstance(value, ast.Constant | ast.Tuple)}
+
+
+def test_what_the_plug_in_spells_is_in_sglang(wheel: zipfile.ZipFile) -> None:
+    """Every module, class, argument and attribute by which it hooks: a rename there fails here."""
+    spelled = constants("sglang_plugin")
+    runner, registry = (
+        f"{spelled[name]}".removeprefix("sglang.srt.").replace(".", "/") for name in ("RUNNER", "REGISTRY")
+    )
+    for name in ("load_model", "forward"):
+        assert method(source(wheel, f"{runner}.py"), "ModelRunner", name)
+    hooks = source(wheel, f"{registry}.py")
+    registered = [argument.arg for argument in method(hooks, "HookRegistry", "register").args.args]
+    assert registered[:4] == ["cls", "target", "hook", "hook_type"] and method(hooks, "HookRegistry", "apply_hooks")
+    kinds = next(node for node in hooks.body if isinstance(node, ast.ClassDef) and node.name == "HookType")
+    assert {"AFTER", "AROUND"} <= {target.id for node in kinds.body if isinstance(node, ast.Assign)
+                                   for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    plugins = ast.unparse(source(wheel, "plugins/__init__.py"))
+    assert "'sglang.srt.plugins'" in plugins and "HookRegistry.apply_hooks()" in plugins
+    for loads in ("managers/scheduler.py", "entrypoints/engine.py"):
+        assert "load_plugins()" in ast.unparse(source(wheel, loads))
+    processor = method(source(wheel, "layers/logits_processor.py"), f"{spelled['PROCESSOR']}", "forward")
+    assert tuple(argument.arg for argument in processor.args.args[1:6]) == spelled["ARGUMENTS"]
+    assert "next_token_logits:" in ast.unparse(source(wheel, "layers/logits_processor.py"))
+    assert "positions:" in ast.unparse(source(wheel, "model_executor/forward_batch_info.py"))
+    assert "self._buffer" in ast.unparse(source(wheel, "layers/aux_hidden_states.py"))
+    fields = wheel.read("sglang/srt/arg_groups/field_order.py").decode()
+    for flag in ("disable_radix_cache", "skip_server_warmup", "forward_hooks"):
+        assert f'"{flag}"' in fields, flag
+
+
 SGLANG = """
 import importlib.util, sys, types, zipfile, torch
 archive = zipfile.ZipFile(WHEEL)
