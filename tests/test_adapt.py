@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from torch import Tensor
 
 from eyas.engine.adapt import AdaptiveProposer, Arm, Survival
 from eyas.engine.costs import RoundCosts
@@ -20,7 +21,7 @@ class MadeUpDraft:
 
     def begin(self) -> None: ...
 
-    def observe(self, taps_BRA: object, ids: Sequence[int], start: int) -> None: ...
+    def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None: ...
 
     def propose(self, num_steps: int) -> Tree:
         return chain([7] * num_steps)
@@ -44,7 +45,7 @@ def run(
 
 
 def adaptive() -> AdaptiveProposer:
-    return AdaptiveProposer(MadeUpDraft(), None, COSTS)  # pyrefly: ignore
+    return AdaptiveProposer(MadeUpDraft(), None, COSTS)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -105,7 +106,7 @@ def test_patience_doubles_with_vain_tries_and_returns_with_success() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_ngrams_are_used_where_they_beat_the_draft(fixed: bool) -> None:
-    proposer = AdaptiveProposer(MadeUpDraft(), NgramProposer(3), COSTS, fixed)  # pyrefly: ignore
+    proposer = AdaptiveProposer(MadeUpDraft(), NgramProposer(3), COSTS, fixed)
     proposer.begin()
     loop = [1, 2, 3, 4, 5]
     proposer.observe(None, loop * 2, 0)

@@ -178,10 +178,11 @@ def write_manifest(
     return manifest
 
 
-def check_same(name: str, wanted: Any, got: Any, where: Path, next: str) -> None:
+def check_same(name: str, wanted: Any, got: Any, where: Path, next: str, code: str | None = None) -> None:
     """Stop with the field's name where an input was made under another value."""
     if wanted != got:
-        raise InputError(wanted=f"{name} = {wanted!r}", got=f"{name} = {got!r}", where=str(where), next=next)
+        got = f"{name} = {got!r}"
+        raise InputError(wanted=f"{name} = {wanted!r}", got=got, where=str(where), next=next, code=code)
 
 
 def verify_files(folder: Path) -> list[str]:

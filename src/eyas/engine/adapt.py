@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.engine.costs import RoundCosts
 from eyas.engine.ngram import NgramProposer
-from eyas.engine.propose import DraftProposer
+from eyas.engine.propose import Proposer
 from eyas.engine.tree import Tree
 
 FORGET = 0.97
@@ -104,10 +104,10 @@ class AdaptiveProposer:
     """
 
     def __init__(
-        self, draft: DraftProposer | None, ngram: NgramProposer | None, costs: RoundCosts, fixed: bool = False
+        self, draft: Proposer | None, ngram: NgramProposer | None, costs: RoundCosts, fixed: bool = False
     ) -> None:
         self.draft, self.ngram, self.costs, self.fixed = draft, ngram, costs, fixed
-        self.sources = [source for source in (draft, ngram) if source is not None]
+        self.sources: list[Proposer] = [source for source in (draft, ngram) if source is not None]
         self.arms: dict[str, Arm] = {}
         self._running: tuple[Arm, int] | None = None
 

@@ -241,4 +241,11 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
             got="; ".join(problems),
             where=str(path),
             next="eyas inspect DRAFT lists them",
+            code=_tensor_code(missing, unexpected),
         )
+
+
+def _tensor_code(missing: list[str], unexpected: list[str]) -> str:
+    if "d2t" in missing:
+        return "d2t_missing"
+    return "tensor_missing" if missing else "tensor_unexpected" if unexpected else "shape_mismatch"

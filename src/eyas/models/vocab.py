@@ -79,23 +79,29 @@ def check_vocab(d2t: Tensor, t2d: Tensor | None, vocab_size: int | None = None, 
         vocab_size = t2d.numel()
     size = d2t.numel()
 
-    def refuse(wanted: str, got: str) -> InputError:
-        return InputError(wanted=wanted, got=got, where=where, next="eyas inspect shows the draft's problems")
+    def refuse(wanted: str, got: str, code: str) -> InputError:
+        return InputError(
+            wanted=wanted, got=got, where=where, next="eyas inspect shows the draft's problems", code=code
+        )
 
     if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32) or not 1 <= size <= vocab_size:
-        raise refuse(f"d2t: int64, one dimension, at most {vocab_size} long", f"{d2t.dtype} {tuple(d2t.shape)}")
+        got = f"{d2t.dtype} {tuple(d2t.shape)}"
+        raise refuse(f"d2t: int64, one dimension, at most {vocab_size} long", got, "shape_mismatch")
     if t2d is not None and (t2d.dtype != torch.bool or tuple(t2d.shape) != (vocab_size,)):
-        raise refuse(f"t2d: bool [{vocab_size}]", f"{t2d.dtype} {tuple(t2d.shape)}")
+        raise refuse(f"t2d: bool [{vocab_size}]", f"{t2d.dtype} {tuple(t2d.shape)}", "shape_mismatch")
     ids_D = target_ids(d2t.to(torch.int64))
     fits = bool((ids_D[1:] > ids_D[:-1]).all()) and int(ids_D[0]) >= 0 and int(ids_D[-1]) < vocab_size
     if not fits or (t2d is not None and not bool(t2d[ids_D].all())):
-        hint = " (it holds target ids, not offsets: subtract arange)" if _looks_absolute(d2t, t2d) else ""
+        absolute = _looks_absolute(d2t, t2d)
+        hint = " (it holds target ids, not offsets: subtract arange)" if absolute else ""
         raise refuse(
             f"d2t offsets: i + d2t[i] strictly increasing, within 0..{vocab_size - 1}, true in t2d",
             f"ids {int(ids_D.min())}..{int(ids_D.max())}{hint}",
+            "d2t_absolute" if absolute else "d2t_out_of_range",
         )
     if t2d is not None and int(t2d.sum()) != size:
-        raise refuse("t2d true exactly at the ids that d2t names", f"{int(t2d.sum())} true for {size} draft tokens")
+        got = f"{int(t2d.sum())} true for {size} draft tokens"
+        raise refuse("t2d true exactly at the ids that d2t names", got, "d2t_out_of_range")
 
 
 def _looks_absolute(d2t: Tensor, t2d: Tensor | None) -> bool:

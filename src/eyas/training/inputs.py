@@ -16,7 +16,7 @@ IDENTITY = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "wei
 def check_identity(wanted: TargetIdentity, got: TargetIdentity, where: Path, next: str) -> None:
     """Raise InputError at the first field in which two targets differ (names may differ: weights decide)."""
     for name in IDENTITY:
-        check_same(f"the target's {name}", getattr(wanted, name), getattr(got, name), where, next)
+        check_same(f"the target's {name}", getattr(wanted, name), getattr(got, name), where, next, "target_revision")
 
 
 def check_captures(manifest: Manifest, reader: CaptureReader, target: Target, where: Path) -> None:
