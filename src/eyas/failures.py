@@ -31,12 +31,14 @@ def interrupted() -> EyasError:
 
 
 def setting_error(cause: BaseException | None) -> str:
-    """A flag whose value a setting refused: the flag, why, and the value. Empty for any other cause."""
+    """A flag whose value a setting refused: the flag, why, and the value; of flags that do not go together, why. Empty
+    for any other cause."""
     if not isinstance(cause, ValidationError):
         return ""
     first = cause.errors(include_url=False)[0]
     flag = ".".join(str(part) for part in first["loc"] if isinstance(part, str)).replace("_", "-")
-    return f"--{flag} {first['input']}: {first['msg']}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"--{flag} {first['input']}: {message}" if flag else message
 
 
 def missing(error: ModuleNotFoundError) -> MissingDependency:

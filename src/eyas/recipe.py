@@ -403,7 +403,10 @@ def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:
                 next="eyas recipe show lists every key with its meaning",
             ) from error
         raise InputError(
-            wanted=f"{place}: {first['msg']}", got=repr(first["input"]), where=where, next="eyas recipe show"
+            wanted=f"{place}: {first['msg'].removeprefix('Value error, ')}",
+            got=repr(first["input"]),
+            where=where,
+            next="eyas recipe show",
         ) from error
 
 
