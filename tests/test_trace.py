@@ -15,6 +15,8 @@ from eyas.models.draft import Draft
 from eyas.models.target import Target, load_target, record_boundaries
 from eyas.pipeline.inspect import inspect_path
 from eyas.run import read_manifest, verify_files
+from eyas.settings import DraftingSettings
+from replay import BranchingProposer
 from test_engine import random_draft
 
 PROMPT = [1, *range(40, 90, 2)]
@@ -196,3 +198,20 @@ def test_a_folder_with_a_trace_is_not_written_over(traced: Trace, target: Target
     with pytest.raises(InputError, match="without a trace"):
         generate(target, draft, TraceRequest(traced.folder))
     assert target.model.config._attn_implementation != "eyas"
+
+
+def test_a_tree_is_traced_with_its_parents_and_the_path_that_stood(
+    target: Target, draft: Draft, plain: Generation, tmp_path: Path
+) -> None:
+    drafting = DraftingSettings(num_steps=3, topk=3, num_draft_tokens=10)
+    request = TraceRequest(tmp_path / "t", tensors=True)
+    engine = Engine(target, draft, drafting=drafting, kernels="torch", announce=False, trace=request)
+    engine.proposer = BranchingProposer(plain.ids, P, target.vocab_size, lambda i: i % 4 == 0)
+    run = engine.generate(PROMPT, NEW, num_steps=3, ignore_eos=True)
+    engine.close()
+    assert run.ids == plain.ids and max(run.rounds) > 0
+    trace, text = read_trace(tmp_path / "t"), [*PROMPT, *plain.ids]
+    for record in trace.of("accepted"):
+        assert record.drafted is not None and record.parents is not None and len(record.parents) == len(record.drafted)
+    for record in trace.of("taps"):
+        assert list(record.ids or ()) == [text[row] for row in record.positions or ()]
