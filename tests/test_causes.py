@@ -113,6 +113,7 @@ EXAMPLES = [
         "ImportError: cannot import name 'AutoVideo' from 'transformers.models' (/env/x.py)",
     ),
     ("module_missing", None, None, "ModuleNotFoundError: No module named 'flashinfer'"),
+    ("package_renamed", None, None, "importlib.metadata.PackageNotFoundError: No package metadata was found for vllm"),
     ("python_version", None, None, "SyntaxError: invalid syntax"),
     ("library_missing", None, None, "ImportError: libcudart.so.12: cannot open shared object file: No such file"),
     ("library_mismatch", None, None, "ImportError: /env/_C.abi3.so: undefined symbol: _ZN3c10E"),

@@ -254,6 +254,12 @@ def test_an_exception_that_somebody_caught_or_that_the_server_survived_is_no_cra
     loading = sglang(*SGLANG_START)
     assert state(tmp_path, loading + trace).state == "crashed"
     assert state(tmp_path, loading + trace + sglang(*TARGET_GRAPHS[:2])).state == "warming"
+    warned = (
+        vllm("Starting to load model /m...")
+        + "  warnings.warn(\n"
+        + vllm("Found ulimit of 20000, failed with an error")
+    )
+    assert state(tmp_path, warned + trace).state == "crashed"  # raw after vLLM's record: nobody caught it
     assert state(tmp_path, loading + "Exception in thread Thread-3:\n" + trace).state == "loading"
     ready = loading + sglang(FIRED_UP)
     assert state(tmp_path, ready + "ERROR:    Exception in ASGI application\n" + trace).state == "ready"

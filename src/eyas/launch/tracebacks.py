@@ -10,11 +10,14 @@ CHAINED = "During handling of the above exception"
 CAUSED = "The above exception was the direct cause"
 FRAME = re.compile(r' +File "(?P<file>[^"]{1,500})", line (?P<line>\d+)(?:, in (?P<name>.{1,80}))?')
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,120}(?::(?: |$)|$)")
-ANSWERED = re.compile(
-    r"Exception in ASGI application|Exception in thread|Exception ignored in|Task exception was never retrieved"
-    r"|rror|xception|[Ff]ail|[Ww]arn|Ignor|retry"
-)
-"""The line before a raw traceback that says: somebody caught it."""
+ANSWERED = {
+    "": re.compile(r"Exception (?:in|ignored)|(?:Task|Future) exception was never retrieved|Error in "),
+    "sglang": re.compile(r"rror|xception|[Ff]ail|[Ww]arn|Ignor|retry"),
+    "uvicorn": re.compile(r"rror|xception|[Ff]ail|[Ww]arn"),
+}
+"""The line before a raw traceback that says: somebody caught it; by whose logger's record that line is. vLLM's logger
+heads every line of a traceback, so a raw one after its record is nobody's."""
+NOBODY = re.compile(r"(?!)")
 MAX_FRAMES, MAX_DETAILS, MAX_SOURCES = 400, 8, 64
 
 
@@ -42,8 +45,8 @@ class Tracebacks:
     """Which source is inside a traceback."""
 
     open: dict[str, Traceback] = field(default_factory=dict)
-    before: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Of each source: its last message, and whether that said that the process ends."""
+    before: dict[str, tuple[str, bool, str]] = field(default_factory=dict)
+    """Of each source, and under "" of all: the last message, whether that said that the process ends, its logger."""
 
     def at(self, line: Line) -> Traceback | None:
         """The traceback that `line` goes on, if it does."""
@@ -55,13 +58,14 @@ class Tracebacks:
     def begin(self, line: Line, fatal: bool) -> Traceback:
         """`line` opens one. `fatal`: its own record says that the process ends."""
         key = _key(line)
-        message, ending = self.before.get(key, ("", False))
+        message, ending, logger = self.before.get(key, ("", False, ""))
         before = self.open.get(key)
         if before is not None and before.ended and message.startswith((CHAINED, CAUSED)):
             trace = Traceback(before.fatal, before.caught, before.head, chained=message.startswith(CHAINED))
         else:
             record = line.headed != "" or not line.message.startswith(OPENS)
-            caught = not fatal and not ending and (record or ANSWERED.search(message) is not None)
+            answered = ANSWERED.get(logger, NOBODY).search(message) is not None
+            caught = not fatal and not ending and (record or answered)
             trace = Traceback(fatal or ending, caught, ("", "") if line.headed == "sglang" else (line.headed, line.at))
         self.open[key] = trace
         while len(self.open) > MAX_SOURCES:
@@ -72,7 +76,7 @@ class Tracebacks:
         """Remember `line` as what stands before the next traceback of its source."""
         if len(self.before) > MAX_SOURCES:
             self.before.clear()
-        self.before[_key(line)] = (line.message, ending)
+        self.before[_key(line)] = self.before[""] = (line.message, ending, line.headed)
 
 
 def _key(line: Line) -> str:
