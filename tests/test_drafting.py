@@ -88,7 +88,7 @@ class Beams:
         proposer.propose(1)
         hidden = proposer._start()
         for index, token in enumerate(path):
-            hidden = proposer._rows(self.draft.feedback(hidden), [token], proposer._next_row + index)
+            hidden = proposer.forward.chain(self.draft.feedback(hidden), [token], proposer._next_row + index)
         return self.draft.logits(hidden)[0, -1].float().softmax(-1)
 
     def best(self, topk: int, num_steps: int, nodes: int) -> set[tuple[int, ...]]:

@@ -164,7 +164,7 @@ class KVCache:
         return self._columns[None, :length] <= self._positions_R1
 
     def _write(self, layer: int, key_BKRE: Tensor, value_BKRU: Tensor, rows: Tensor | None = None) -> None:
-        keys, values = self._buffers(layer, key_BKRE, value_BKRU)
+        keys, values = self.buffers(layer, key_BKRE.shape[1], key_BKRE.shape[3], value_BKRU.shape[3])
         for buffer, states in ((keys, key_BKRE), (values, value_BKRU)):
             chosen = states if rows is None else states[:, :, rows]
             buffer[:, :, self.start : self.start + chosen.shape[2]] = chosen
@@ -179,7 +179,7 @@ class KVCache:
         window: int | None = None,
     ) -> Tensor:
         """Store this forward's keys and values of `layer`, attend; context [B, N, R, U]."""
-        keys, values = self._buffers(layer, key_BKRE, value_BKRU)
+        keys, values = self.buffers(layer, key_BKRE.shape[1], key_BKRE.shape[3], value_BKRU.shape[3])
         if self.spans[0].path_D is None:
             self._write(layer, key_BKRE, value_BKRU)
         else:
@@ -205,10 +205,11 @@ class KVCache:
         assert merged is not None, "begin() plans at least one call"
         return merged
 
-    def _buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def buffers(self, layer: int, heads: int, width: int, value_width: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys [1, K, capacity, E] and values [1, K, capacity, U] of `layer`, made at first use. U None is E."""
         if layer not in self.keys:
-            for buffers, states in ((self.keys, key), (self.values, value)):
-                shape = (1, states.shape[1], self.capacity, states.shape[3])
+            for buffers, columns in ((self.keys, width), (self.values, value_width or width)):
+                shape = (1, heads, self.capacity, columns)
                 buffers[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return self.keys[layer], self.values[layer]
 

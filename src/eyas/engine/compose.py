@@ -7,7 +7,8 @@ from torch import nn
 
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import RoundCosts, measure_rounds
-from eyas.engine.forward import TargetForward
+from eyas.engine.draft_forward import draft_forward
+from eyas.engine.forward import Forward
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import DraftProposer, Proposer, prepared
 from eyas.models.draft import Draft
@@ -25,21 +26,24 @@ class Proposers:
 
 
 def compose(
-    forward: TargetForward,
+    forward: Forward,
     draft: Draft | None,
     drafting: DraftingSettings,
     kernels: str = "auto",
     costs: RoundCosts | None = None,
     dtype: torch.dtype | None = None,
+    int8: bool = False,
 ) -> Proposers:
-    """`drafting.num_steps` is set; `costs` None: measured where something is chosen by them; `dtype`: the draft's.
+    """`drafting.num_steps` is set; `costs` None: measured where something is chosen by them; `dtype`, `int8`: the
+    draft's. The draft is compiled where the target is and where it can be.
 
     Raises InputError for a draft that does not fit the target.
     """
     assert drafting.num_steps is not None, "an engine knows its deepest round"
     first, linears = None, []
     if draft is not None:
-        first = DraftProposer(prepared(draft, forward.target, dtype), drafting)
+        runner = draft_forward(prepared(draft, forward.target, dtype), forward, int8)
+        first = DraftProposer(runner, drafting)
         linears = first.settle(max(drafting.num_steps + 1, drafting.topk), kernels)
     second = NgramProposer(drafting.ngram) if drafting.ngram else None
     if drafting.adaptive or (first and second):

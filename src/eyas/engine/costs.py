@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.engine.forward import TargetForward
+from eyas.engine.draft_forward import draft_forward
+from eyas.engine.forward import Forward
 from eyas.engine.linear import fastest_kernels, install, uninstall
 from eyas.engine.propose import DraftProposer, prepared
 from eyas.engine.settle import layer_linears
+from eyas.engine.start import start
 from eyas.engine.tree import Tree, chain
 from eyas.models.draft import Draft
 from eyas.models.target import Target
@@ -36,15 +38,19 @@ class StepCosts:
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, draft: Draft, depths: Sequence[int]) -> StepCosts:
+def measure_costs(
+    target: Target, draft: Draft, depths: Sequence[int], *, int8: bool = False, draft_int8: bool = False
+) -> StepCosts:
     """Time every depth in turn, several times over, so that a busy moment of the machine strikes all alike."""
     most = max(depths) + 1
     counts = sorted({1, *(depth + 1 for depth in depths)})
     layers, head = layer_linears(target), [target.head]
-    for group in (layers, head):
-        install(group, fastest_kernels(group, counts))
-    forward = TargetForward(target, draft.config.boundaries)
-    proposer = DraftProposer(prepared(draft, target))
+    forward, facts = start(target, draft.config.boundaries, most, int8=int8)
+    forward.rows = None
+    if facts.path == "plain" and not int8:
+        for group in (layers, head):
+            install(group, fastest_kernels(group, counts))
+    proposer = DraftProposer(draft_forward(prepared(draft, target), forward, draft_int8))
     drafting = proposer.settle(most)
     ids = torch.randint(target.vocab_size, (CONTEXT + most,), generator=torch.Generator().manual_seed(0)).tolist()
     forward.cache.reserve(CONTEXT + most)
@@ -82,7 +88,7 @@ class RoundCosts:
     ngram: Mapping[int, float]
 
 
-def measure_rounds(forward: TargetForward, draft: DraftProposer | None, num_steps: int) -> RoundCosts:
+def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int) -> RoundCosts:
     """Time the rounds of an engine that is ready to generate, with its own kernels and row bucket."""
     rows = CONTEXT + num_steps + 1
     ids = torch.randint(forward.target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0)).tolist()

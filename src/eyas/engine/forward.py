@@ -4,7 +4,7 @@ Shapes: B batch (1), R rows, H hidden, A width of the concatenated taps, V vocab
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,29 @@ from eyas.models.target import Target
 
 PREFILL_ROWS = 512
 """Prompt rows in one forward: keeps a long prompt's memory flat."""
+
+
+class Forward(Protocol):
+    """What an engine asks of a target: this file's plain path, or native_forward.py's compiled one."""
+
+    target: Target
+    boundaries: tuple[int, ...]
+    rows: int | None
+    cache: KVCache
+
+    def close(self) -> None: ...
+
+    def prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]: ...
+
+    def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor: ...
+
+    def keep(self, path: Sequence[int]) -> None: ...
+
+    def logits(self, normed_BRH: Tensor) -> Tensor: ...
+
+    def state(self, boundary: int) -> Tensor: ...
+
+    def taps(self, path: Sequence[int] | None = None) -> Tensor: ...
 
 
 class TargetForward:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from eyas.engine.compose import compose
 from eyas.engine.costs import RoundCosts
-from eyas.engine.forward import TargetForward
+from eyas.engine.forward import Forward
 from eyas.engine.linear import uninstall
 from eyas.engine.propose import Proposer
 from eyas.engine.sampling import Sampler
-from eyas.engine.settle import layer_linears, settle
+from eyas.engine.settle import layer_linears
+from eyas.engine.start import start
 from eyas.engine.text import Generation, Text
 from eyas.engine.trace import EngineTrace
 from eyas.engine.tree import Tree
@@ -37,10 +38,11 @@ class Engine:
 
     `drafting` says what is drafted and how deep at most, which fixes the row bucket (None: a chain of `num_steps`, by
     the draft if there is one). `costs` are what an adaptive depth is chosen by (None: measured here). `draft_dtype`
-    None is the target's. `kernels` "auto" measures, "torch" keeps F.linear. `cache_rows` bounds the caches (None: as
-    large as a text needs). `trace` (None: as EYAS_TRACE says) records every stage until close(). The target's modules
-    are used in place (attention and linears are exchanged), so one engine at a time owns a target: close() gives it
-    back. Raises InputError for a draft that does not fit the target.
+    None is the target's; `int8` and `draft_int8` round weights to eight bits. `kernels` "auto" compiles or measures,
+    "torch" is the plain path with F.linear. `cache_rows` bounds the caches (None: as large as a text needs). `trace`
+    (None: as EYAS_TRACE says) records every stage, of the plain path, until close(). The target's modules are used in
+    place (attention and linears may be exchanged), so one engine at a time owns a target: close() gives it back. Raises
+    InputError for a draft that does not fit the target.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Engine:
         num_steps: int = 1,
         drafting: DraftingSettings | None = None,
         kernels: str = "auto",
+        int8: bool = False,
+        draft_int8: bool = False,
         announce: bool = True,
         trace: TraceRequest | None = None,
         cache_rows: int | None = None,
@@ -62,17 +66,20 @@ class Engine:
         self.num_steps = drafting.num_steps or num_steps
         self.drafting = drafting.model_copy(update={"num_steps": self.num_steps})
         self.rows = drafting.rows(self.num_steps)
-        self.forward = TargetForward(target, () if draft is None else draft.config.boundaries)
+        request = trace or TraceRequest.from_environment()
+        boundaries = () if draft is None else draft.config.boundaries
+        plain = None if request is None else "a trace hooks on modules"
         self._linears = [*layer_linears(target), target.head]
         self.trace: EngineTrace | None = None
+        self.forward: Forward
+        with torch.inference_mode():
+            self.forward, self.facts = start(target, boundaries, self.rows, kernels=kernels, int8=int8, plain=plain)
         try:
             with torch.inference_mode():
-                self.facts = settle(self.forward, self.rows, kernels)
-                made = compose(self.forward, draft, self.drafting, kernels, costs, draft_dtype)
+                made = compose(self.forward, draft, self.drafting, kernels, costs, draft_dtype, draft_int8)
             self.proposer: Proposer | None = made.proposer
             self.costs = made.costs
             self._linears += made.linears
-            request = trace or TraceRequest.from_environment()
             self.trace = None if request is None else EngineTrace(request, self.forward, made.draft)
         except InputError:
             self.close()

@@ -9,12 +9,13 @@ Shapes: R rows, I in, O out.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from eyas.engine.int8 import dequantise, quantise
 from eyas.progress import say
 
 
@@ -36,6 +37,42 @@ def packed_kernel(weight_OI: Tensor, bias_O: Tensor | None) -> Kernel:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), 1)
     multiply = torch.ops.mkldnn._linear_pointwise
     return lambda input: multiply(input, packed, bias_O, "none", [], "")
+
+
+def int8_kernel(weight_OI: Tensor, bias_O: Tensor | None) -> Kernel:
+    """torch's int8 product, which takes bfloat16 rows; where it is missing or wrong, F.linear over the int8 weights
+    widened again."""
+    weight, scale_O = quantise(weight_OI)
+    if weight.shape[1] % INT8_INPUTS or not int8_product_works():
+        return torch_kernel(dequantise(weight, scale_O).to(weight_OI.dtype), bias_O)
+    scale, multiply = scale_O.to(torch.bfloat16), torch.ops.aten._weight_int8pack_mm
+
+    def kernel(input: Tensor) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
+        product = multiply(rows, weight, scale).to(input.dtype).view(*input.shape[:-1], -1)
+        return product if bias_O is None else product + bias_O
+
+    return kernel
+
+
+INT8_INPUTS = 64
+"""torch 2.13's int8 product was seen to crash, or to read past a row's end, for widths that are no multiple of 16."""
+
+
+@cache
+def int8_product_works() -> bool:
+    """Whether torch's int8 product computes what its weights say, to bfloat16's precision."""
+    generator = torch.Generator().manual_seed(0)
+    weight, scale_O = quantise(torch.randn(96, 64, generator=generator))
+    x = torch.randn(3, 64, generator=generator).to(torch.bfloat16)
+    try:
+        product = torch.ops.aten._weight_int8pack_mm(x, weight, scale_O.to(torch.bfloat16))
+        expected = nn.functional.linear(x.float(), dequantise(weight, scale_O))
+        torch.testing.assert_close(product.float(), expected, rtol=3e-2, atol=1e-1)
+    except (RuntimeError, AttributeError, NotImplementedError, AssertionError) as error:
+        say(f"engine: torch's int8 product is not used: {str(error).strip().splitlines()[0]}")
+        return False
+    return True
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor | None], Kernel]] = {"torch": torch_kernel, "onednn": packed_kernel}
@@ -84,6 +121,12 @@ def install(linears: Iterable[nn.Linear], by_rows: Mapping[int, str]) -> None:
         kernels = {name: KERNELS[name](linear.weight, linear.bias) for name in set(by_rows.values())}
         table = {rows: kernels[name] for rows, name in by_rows.items()}
         linear.forward = _dispatch(table, torch_kernel(linear.weight, linear.bias))
+
+
+def install_int8(linears: Iterable[nn.Linear]) -> None:
+    """Let `linears` multiply by their weights rounded to int8, whatever the number of rows."""
+    for linear in linears:
+        linear.forward = int8_kernel(linear.weight, linear.bias)
 
 
 def uninstall(linears: Iterable[nn.Linear]) -> None:

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.cache import KVCache
-from eyas.engine.linear import fastest_kernels, install
+from eyas.engine.draft_forward import DraftForward, PlainDraft
 from eyas.engine.tree import Node, Tree, chain, grow
 from eyas.errors import InputError
 from eyas.models.draft import Draft
@@ -52,11 +51,10 @@ class DraftProposer:
     Verified rows are written when a proposal needs them: a draft that rests computes nothing.
     """
 
-    def __init__(self, draft: Draft, drafting: DraftingSettings | None = None) -> None:
-        self.draft, self.drafting = draft, drafting or DraftingSettings()
-        self.cache = KVCache(draft.fc.weight.dtype, draft.fc.weight.device)
-        self.positions: list[int] = []
-        """Rotary positions of the latest forward's rows."""
+    def __init__(self, draft: Draft | DraftForward, drafting: DraftingSettings | None = None) -> None:
+        self.forward: DraftForward = PlainDraft(draft) if isinstance(draft, Draft) else draft
+        self.draft, self.cache = self.forward.draft, self.forward.cache
+        self.drafting = drafting or DraftingSettings()
         self._told: list[tuple[Tensor, Sequence[int]]] = []
         self._last_B1H: Tensor | None = None
         self._next_row = 0
@@ -64,15 +62,14 @@ class DraftProposer:
         self._level: dict[Node, int] = {}
         self._hidden_BFH: Tensor | None = None
 
-    def settle(self, most: int, kernels: str = "auto") -> list[nn.Linear]:
-        """Choose kernels for 1..`most` rows of the draft's linears, and return these.
+    @property
+    def positions(self) -> list[int]:
+        """Rotary positions of the latest forward's rows."""
+        return self.forward.positions
 
-        Its rows need no fixed bits, so each row count takes its own fastest.
-        """
-        linears = [module for module in self.draft.modules() if isinstance(module, nn.Linear)]
-        counts = range(1, most + 1)
-        install(linears, fastest_kernels(linears, counts) if kernels == "auto" else dict.fromkeys(counts, kernels))
-        return linears
+    def settle(self, most: int, kernels: str = "auto") -> list[nn.Linear]:
+        """Choose kernels for 1..`most` rows of the draft, and return the linears that were exchanged."""
+        return self.forward.settle(most, kernels)
 
     def reserve(self, rows: int) -> None:
         self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))
@@ -87,7 +84,7 @@ class DraftProposer:
         if not self._told:
             assert start <= self._next_row, "rows are told in order"
             self._next_row = start
-        self._told.append((taps_BRA.to(self.draft.fc.weight.dtype), ids))
+        self._told.append((taps_BRA, ids))
 
     def propose(self, num_steps: int) -> Tree:
         """Chain or tree, as target ids. Rows it writes are the draft's own guesses."""
@@ -102,7 +99,7 @@ class DraftProposer:
         if self._told:
             taps_BRA = torch.cat([taps for taps, _ in self._told], dim=1)
             ids = [token for _, tokens in self._told for token in tokens]
-            hidden_BRH = self._rows(self.draft.fuse(taps_BRA), ids, self._next_row)
+            hidden_BRH = self.forward.chain(self.forward.fuse(taps_BRA), ids, self._next_row)
             self._last_B1H = hidden_BRH[:, -1:]
             self._next_row += len(ids)
             self._told = []
@@ -111,9 +108,9 @@ class DraftProposer:
         hidden = self._start()
         drafted: list[int] = []
         for step in range(num_steps):
-            drafted.append(int(self.draft.target_ids(self.draft.logits(hidden)[0, -1].argmax())))
+            drafted.append(int(self.draft.target_ids(self.forward.logits(hidden)[0, -1].argmax())))
             if step + 1 < num_steps:
-                hidden = self._rows(self.draft.feedback(hidden), drafted[-1:], self._next_row + step)
+                hidden = self.forward.chain(self.forward.feedback(hidden), drafted[-1:], self._next_row + step)
         return drafted
 
     def _expand(self, frontier: Sequence[Node]) -> list[list[tuple[int, float]]]:
@@ -122,7 +119,7 @@ class DraftProposer:
         if not frontier:
             self._parents, self._level = [], {}
         self._hidden_BFH = hidden_BFH
-        probabilities_FD = torch.softmax(self.draft.logits(hidden_BFH)[0].float(), dim=-1)
+        probabilities_FD = torch.softmax(self.forward.logits(hidden_BFH)[0].float(), dim=-1)
         likeliest = probabilities_FD.topk(min(self.drafting.topk, probabilities_FD.shape[-1]))
         ids, values = self.draft.target_ids(likeliest.indices).tolist(), likeliest.values.tolist()
         return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
@@ -134,27 +131,12 @@ class DraftProposer:
         places = [above[node.parent] if node.parent else 0 for node in frontier]
         self._parents += [first + place if node.parent else -1 for node, place in zip(frontier, places, strict=True)]
         self._level = {node: place for place, node in enumerate(frontier)}
-        state_BFH = self.draft.feedback(self._hidden_BFH[:, places])
-        self.cache.begin_tree(self._next_row, self._parents, len(frontier))
-        position = self._next_row + frontier[0].level - 1
-        return self._forward(state_BFH, [node.token for node in frontier], [position] * len(frontier))
+        state_BFH = self.forward.feedback(self._hidden_BFH[:, places])
+        return self.forward.tree(state_BFH, [node.token for node in frontier], self._next_row, self._parents)
 
     def _start(self) -> Tensor:
         assert self._last_B1H is not None, "observe() a prompt before drafting"
         return self._last_B1H
-
-    def _rows(self, state_BRH: Tensor, ids: Sequence[int], start: int) -> Tensor:
-        self.cache.begin(start, len(ids), by_position=False)
-        return self._forward(state_BRH, ids, range(start, start + len(ids)))
-
-    def _forward(self, state_BRH: Tensor, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        device = state_BRH.device
-        self.positions = list(positions)
-        rope = self.draft.rope(torch.tensor([self.positions], device=device))
-        return self.draft(torch.tensor([list(ids)], device=device), state_BRH, rope, self._attend)
-
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.cache.attend(layer, query, key, value, window=self.draft.config.sliding_window)
 
 
 def prepared(draft: Draft, target: Target, dtype: torch.dtype | None = None) -> Draft:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eyas.engine.forward import TargetForward
+from eyas.engine.forward import Forward
 
 
-def rows_are_invariant(forward: TargetForward, count: int, start: int) -> bool:
+def rows_are_invariant(forward: Forward, count: int, start: int) -> bool:
     """Whether logits and taps of `count` rows from `start` are bit-equal for every grouping tried.
 
     The cache must hold the rows before `start`. Singles are compared with forwards of 2..count rows from the first,
@@ -33,7 +33,7 @@ def rows_are_invariant(forward: TargetForward, count: int, start: int) -> bool:
     )
 
 
-def check_rows(forward: TargetForward, count: int) -> bool:
+def check_rows(forward: Forward, count: int) -> bool:
     """`rows_are_invariant` early in a sequence, where rows lie on both sides of a length border, and beyond it."""
     border = forward.cache.block
     starts = [8]
@@ -44,7 +44,7 @@ def check_rows(forward: TargetForward, count: int) -> bool:
     return all(rows_are_invariant(forward, count, start) for start in reversed(starts))
 
 
-def _tree_is_invariant(forward: TargetForward, ids: Sequence[int], start: int, singles: Sequence[Tensor]) -> bool:
+def _tree_is_invariant(forward: Forward, ids: Sequence[int], start: int, singles: Sequence[Tensor]) -> bool:
     """A tree of a wrong row and the chain of `ids` beside it: the chain's rows are those of single forwards.
 
     The kept path leaves the cache as the singles left it, which the groupings tried next would show.
@@ -57,7 +57,7 @@ def _tree_is_invariant(forward: TargetForward, ids: Sequence[int], start: int, s
     return all(torch.equal(rows[row], singles[offset]) for offset, row in enumerate(path))
 
 
-def _rows(forward: TargetForward, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> list[Tensor]:
+def _rows(forward: Forward, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> list[Tensor]:
     """Logits and taps of each of `ids`, joined."""
     logits = forward.logits(forward.verify(ids, start, parents))
     parts = torch.cat([logits, forward.taps()[0].float()], dim=-1) if forward.boundaries else logits

@@ -5,12 +5,12 @@ kernels were seen to agree at one cache length and part at another (docs/decisio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from eyas.engine.forward import TargetForward
-from eyas.engine.linear import fastest_kernels, install
+from eyas.engine.linear import fastest_kernels, install, install_int8
 from eyas.engine.selftest import check_rows
 from eyas.models.target import Target
 from eyas.progress import say
@@ -23,24 +23,34 @@ class EngineFacts:
     precision: str
     most: int
     """Rows of the longest verify forward: the last token and num_steps drafted ones."""
-    rows: int
-    """The row bucket: what every plain step and every verify forward computes, padded or not."""
+    rows: int | None
+    """The row bucket: what every plain step and every verify forward computes, padded or not. None: no bucket, for
+    compiled kernels sum each row by itself."""
     lossless: bool
     """Every grouping of rows that the self-test tried gave bit-equal rows."""
-    layer_kernels: dict[int, str]
-    """Rows to kernel, for the layers' linears; F.linear for all other row counts."""
-    head_kernels: dict[int, str]
+    layer_kernels: dict[int, str] = field(default_factory=dict)
+    """Rows to kernel, for the plain path's linears; F.linear for all other row counts, int8 for all in int8."""
+    head_kernels: dict[int, str] = field(default_factory=dict)
+    path: str = "plain"
+    """`compiled` (native.cpp) or `plain` (transformers' modules)."""
+    why: str = ""
+    """Why the plain path runs, where the compiled one was asked for."""
 
     def describe(self) -> str:
         """The start-up line."""
         why = "every row bit-equal in the self-test" if self.lossless else "ROWS DIFFER IN THE SELF-TEST: not lossless"
+        if self.rows is None:
+            return f"engine: {self.precision}, compiled kernels, no row bucket ({why})"
+        path = f"plain path ({self.why})" if self.why else "plain path"
         return (
-            f"engine: {self.precision}, bucket of {self.rows} rows ({why}); linears {self.layer_kernels[self.rows]}, "
-            f"head {self.head_kernels[self.rows]} (fastest measured)"
+            f"engine: {self.precision}, {path}, bucket of {self.rows} rows ({why}); linears "
+            f"{self.layer_kernels[self.rows]}, head {self.head_kernels[self.rows]}"
         )
 
 
-def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFacts:
+def settle(
+    forward: TargetForward, most: int, kernels: str = "auto", *, int8: bool = False, why: str = ""
+) -> EngineFacts:
     """Install kernels for forwards of up to `most` rows and set `forward.rows`.
 
     Tried in order of cost: a bucket of `most`, of the next power of two; then the same with F.linear only. If every
@@ -49,7 +59,7 @@ def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFa
     groups = (layer_linears(forward.target), [forward.target.head])
     powers = 2 ** (most - 1).bit_length()
     tables: list[dict[int, str]] = [{}, {}]
-    for choice in dict.fromkeys((kernels, "torch")):
+    for choice in ("int8",) if int8 else dict.fromkeys((kernels, "torch")):
         counts = sorted({1, most, powers})
         fastest = [
             fastest_kernels(group, counts) if choice == "auto" else dict.fromkeys(counts, choice) for group in groups
@@ -58,22 +68,34 @@ def settle(forward: TargetForward, most: int, kernels: str = "auto") -> EngineFa
             # Single rows are the other baseline's: unpadded plain decoding, by its own fastest kernel.
             tables = [{1: names[1], rows: names[rows]} for names in fastest]
             for group, table in zip(groups, tables, strict=True):
-                install(group, table)
+                install_int8(group) if int8 else install(group, table)
             forward.rows = rows
             if check_rows(forward, rows):
-                return _facts(forward, most, True, tables)
+                return _facts(forward, most, True, tables, int8, why)
     say(
         "engine: WARNING: on this machine a row's bits depend on the forward that computes it, padded or not; "
         "plain and speculative texts may part at near ties"
     )
-    return _facts(forward, most, False, tables)
+    return _facts(forward, most, False, tables, int8, why)
 
 
 def layer_linears(target: Target) -> list[nn.Linear]:
     return [module for module in target.layers.modules() if isinstance(module, nn.Linear)]
 
 
-def _facts(forward: TargetForward, most: int, lossless: bool, tables: Sequence[dict[int, str]]) -> EngineFacts:
-    precision = str(forward.target.dtype).removeprefix("torch.")
-    assert forward.rows is not None
-    return EngineFacts(precision, most, forward.rows, lossless, tables[0], tables[1])
+def precision_name(target: Target, int8: bool) -> str:
+    return "int8" if int8 else str(target.dtype).removeprefix("torch.")
+
+
+def _facts(
+    forward: TargetForward, most: int, lossless: bool, tables: Sequence[dict[int, str]], int8: bool, why: str
+) -> EngineFacts:
+    return EngineFacts(
+        precision=precision_name(forward.target, int8),
+        most=most,
+        rows=forward.rows,
+        lossless=lossless,
+        layer_kernels=tables[0],
+        head_kernels=tables[1],
+        why=why,
+    )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas import __version__
-from eyas.engine.forward import TargetForward
+from eyas.engine.forward import Forward
 from eyas.engine.propose import DraftProposer
 from eyas.engine.tree import Tree
 from eyas.engine.verify import Walk
@@ -95,7 +95,7 @@ class EngineTrace:
     Rows that only pad a verify forward are left out; drafted rows that were refused are in, for they were computed.
     """
 
-    def __init__(self, request: TraceRequest, forward: TargetForward, chain: DraftProposer | None) -> None:
+    def __init__(self, request: TraceRequest, forward: Forward, chain: DraftProposer | None) -> None:
         target = forward.target
         header = Header(
             format=FORMAT,

@@ -1,0 +1,521 @@
+// One forward of a Llama-type decoder over a few rows, in float32 arithmetic over weights kept in float32, bfloat16 or
+// int8 (a scale per output). Compiled at first use (native_build.py), called through ctypes (native.py).
+//
+// Every sum of a row is taken in an order that depends on the row's own position and shapes alone: not on how many rows
+// are computed beside it, where it lies among them, how many threads share the work, or which slots a tree's rows took.
+// So a row has the same bits in plain decoding, in a chain and in a tree, by construction.
+//
+// Letters: R rows, H hidden, N query heads, K key/value heads, E head width, F inner width of the MLP, S cache slots.
+
+#include <omp.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int L = 16;  // lanes
+#else
+constexpr int L = 8;
+#endif
+typedef float Vec __attribute__((vector_size(4 * L)));
+typedef int32_t Ints __attribute__((vector_size(4 * L)));
+typedef uint32_t Words __attribute__((vector_size(4 * L)));
+typedef uint16_t Halves __attribute__((vector_size(2 * L)));
+typedef int8_t Bytes __attribute__((vector_size(L)));
+
+struct BFloat {
+    uint16_t bits;
+};
+
+template <class V>
+inline V read(const void* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+// Widening by name where the compiler's own choice was seen to be slow (GCC 12 takes int8 apart byte by byte).
+#if defined(__AVX512F__)
+inline Words widen(const BFloat* from) { return (Words)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
+inline Ints widen(const int8_t* from) { return (Ints)_mm512_cvtepi8_epi32(read<__m128i>(from)); }
+#elif defined(__AVX2__)
+inline Words widen(const BFloat* from) { return (Words)_mm256_cvtepu16_epi32(read<__m128i>(from)); }
+inline Ints widen(const int8_t* from) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+#else
+inline Words widen(const BFloat* from) { return __builtin_convertvector(read<Halves>(from), Words); }
+inline Ints widen(const int8_t* from) { return __builtin_convertvector(read<Bytes>(from), Ints); }
+#endif
+// a * b + c, rounded once, by name: the compiler is told to fuse nothing itself (-ffp-contract=off), for it may choose
+// otherwise for one number of rows than for another.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    for (int i = 0; i < L; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+inline Vec load(const float* from) { return read<Vec>(from); }
+inline Vec load(const BFloat* from) { return (Vec)(widen(from) << 16); }
+inline Vec load(const int8_t* from) { return __builtin_convertvector(widen(from), Vec); }
+inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof value); }
+inline float one(float value) { return value; }
+inline float one(BFloat value) { return read<float>(&(const uint32_t&)(uint32_t(value.bits) << 16)); }
+inline float one(int8_t value) { return value; }
+inline void put(float& to, float value) { to = value; }
+inline void put(BFloat& to, float value) {  // to nearest, ties to even
+    uint32_t bits = read<uint32_t>(&value);
+    to.bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline float sum(Vec value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(value);
+#else
+    float lanes[L];
+    std::memcpy(lanes, &value, sizeof value);
+    for (int half = L / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+#endif
+}
+
+// e^x to about 1e-7, by range reduction and a polynomial (Cephes' expf).
+inline Vec exponential(Vec x) {
+    x = x < -87.f ? Vec{} - 87.f : x > 88.f ? Vec{} + 88.f : x;
+    Vec n = (x * 1.44269504f + 12582912.f) - 12582912.f;
+    Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    return p * (Vec)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+
+enum Kind { FLOAT32, BFLOAT16, INT8 };
+
+struct Matrix {
+    const void* data;    // [out, in], rows contiguous
+    const float* scale;  // [out] or null
+    const float* bias;   // [out] or null
+    int64_t out, in, kind;
+};
+
+struct Layer {
+    Matrix q, k, v, o, gate, up, down;
+    const float *input_norm, *hidden_norm, *post_norm, *q_norm, *k_norm;  // null where there is none
+    void *keys, *values;                                                 // [K, S, E]
+    int64_t window;                                                      // 0: none
+};
+
+struct Model {
+    const Layer* layers;
+    int64_t count, hidden, heads, kv_heads, width, inner;
+    Matrix embedding;
+    const float *final_norm, *cos, *sin;  // rope tables [positions, E]
+    int64_t slots, cache_kind, norm_before_residual;
+    float eps, scale;
+};
+
+struct Step {
+    const int64_t *ids, *positions;
+    const int64_t* followed;  // [R, depths]: row r's token at position base + d lies in slot base + followed[r, d]; null: d
+    int64_t rows, base, first, depths;  // row i of this forward lies in slot base + first + i
+    const float* state;                 // [R, H]: a draft's fed states; null for a target
+    float *last, *normed;               // [R, H] each: the last layer's output, and its final norm (may be null)
+    const int64_t* boundaries;          // `taps` of them, ascending
+    float* taps;                        // [R, taps, H]
+    int64_t tapped, threads, prompt;     // prompt: rows that need no fixed order of sums
+    float* scratch;
+};
+
+// One weight row times `R` rows of x. The weights are one sequential stream, prefetched by hand: on the machines tried that
+// read them faster than several streams side by side. A row's sum is always taken in the same CHAINS parts.
+constexpr int CHAINS = 4, MOST = 6, AHEAD = 4096;
+
+template <class W, int R>
+inline void dots(const W* w, int64_t in, const float* x, int64_t stride, float (&out)[R]) {
+    Vec acc[CHAINS][R] = {};
+    int64_t i = 0;
+    for (; i + CHAINS * L <= in; i += CHAINS * L) {
+#pragma GCC unroll 8
+        for (unsigned byte = 0; byte < CHAINS * L * sizeof(W); byte += 64)
+            __builtin_prefetch((const char*)(w + i) + byte + AHEAD);
+#pragma GCC unroll 8
+        for (int c = 0; c < CHAINS; c++) {
+            Vec weight = load(w + i + c * L);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) acc[c][r] = fused(weight, load(x + r * stride + i + c * L), acc[c][r]);
+        }
+    }
+    for (; i + L <= in; i += L) {
+        Vec weight = load(w + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[0][r] = fused(weight, load(x + r * stride + i), acc[0][r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) out[r] = sum((acc[0][r] + acc[1][r]) + (acc[2][r] + acc[3][r]));
+    for (; i < in; i++)
+        for (int r = 0; r < R; r++) out[r] += one(w[i]) * x[r * stride + i];
+}
+
+// Where products go: y[row, output] = or += the sum, scaled and biased.
+struct Sink {
+    float* y;
+    int64_t pitch;
+    bool add;
+
+    void put(const Matrix& m, int64_t row, int64_t o, float value) const {
+        if (m.scale) value *= m.scale[o];
+        if (m.bias) value += m.bias[o];
+        float& place = y[row * pitch + o];
+        place = add ? place + value : value;
+    }
+};
+
+template <class W, int R>
+inline void outputs(const Matrix& m, int64_t o, const float* x, int64_t stride, int64_t row, const Sink& sink) {
+    float out[R];
+    dots<W, R>((const W*)m.data + o * m.in, m.in, x + row * stride, stride, out);
+    for (int r = 0; r < R; r++) sink.put(m, row + r, o, out[r]);
+}
+
+// Outputs [o, end) of a few rows.
+template <class W>
+void product(const Matrix& m, int64_t o, int64_t end, const float* x, int64_t stride, int64_t rows, const Sink& sink) {
+    static constexpr decltype(&outputs<W, 1>) table[MOST] = {outputs<W, 1>, outputs<W, 2>, outputs<W, 3>,
+                                                             outputs<W, 4>, outputs<W, 5>, outputs<W, 6>};
+    int64_t parts = (rows + MOST - 1) / MOST;
+    for (; o < end; o++)
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t row = rows * part / parts;
+            table[rows * (part + 1) / parts - row - 1](m, o, x, stride, row, sink);
+        }
+}
+
+// The same for a prompt, whose rows need no fixed order of sums: tiles of TALL rows by WIDE outputs, widened once.
+constexpr int TALL = 6, WIDE = 4;
+
+template <int R>
+inline void tile(const Matrix& m, int64_t o, int64_t wide, const float* w, const float* x, int64_t stride, int64_t row,
+                 const Sink& sink) {
+    Vec acc[WIDE][R] = {};
+    int64_t i = 0;
+    x += row * stride;
+    for (; i + L <= m.in; i += L) {
+        Vec xs[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) xs[r] = load(x + r * stride + i);
+#pragma GCC unroll 8
+        for (int b = 0; b < WIDE; b++) {
+            Vec weight = load(w + b * m.in + i);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) acc[b][r] = fused(weight, xs[r], acc[b][r]);
+        }
+    }
+    float out[WIDE][R];
+#pragma GCC unroll 8
+    for (int b = 0; b < WIDE; b++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) out[b][r] = sum(acc[b][r]);
+    for (int b = 0; b < wide; b++)
+        for (int r = 0; r < R; r++) {
+            for (int64_t k = i; k < m.in; k++) out[b][r] += w[b * m.in + k] * x[r * stride + k];
+            sink.put(m, row + r, o + b, out[b][r]);
+        }
+}
+
+template <class W>
+void prompt_product(const Matrix& m, int64_t o, int64_t end, const float* x, int64_t stride, int64_t rows,
+                    const Sink& sink, float* widened) {
+    for (; o < end; o += WIDE) {
+        int64_t wide = std::min<int64_t>(WIDE, end - o), count = wide * m.in, i = 0;
+        const W* w = (const W*)m.data + o * m.in;
+        for (; i + L <= count; i += L) store(widened + i, load(w + i));
+        for (; i < count; i++) widened[i] = one(w[i]);
+        int64_t row = 0;
+        for (; row + TALL <= rows; row += TALL) tile<TALL>(m, o, wide, widened, x, stride, row, sink);
+        for (; row < rows; row++) tile<1>(m, o, wide, widened, x, stride, row, sink);
+    }
+}
+
+struct Range {
+    int64_t from, to;
+};
+
+struct Worker {
+    int64_t index, count;
+
+    Range share(int64_t total, int64_t unit = 1) const {
+        int64_t units = (total + unit - 1) / unit;
+        return {std::min(total, units * index / count * unit), std::min(total, units * (index + 1) / count * unit)};
+    }
+    // `widened`: room for WIDE weight rows, for a prompt's product; null for a few rows.
+    void multiply(const Matrix& m, const float* x, int64_t stride, int64_t rows, const Sink& sink,
+                  float* widened = nullptr) const {
+        auto [from, end] = share(m.out, 8);
+        if (widened) {
+            auto run = m.kind == FLOAT32    ? prompt_product<float>
+                       : m.kind == BFLOAT16 ? prompt_product<BFloat>
+                                            : prompt_product<int8_t>;
+            run(m, from, end, x, stride, rows, sink, widened);
+        } else {
+            auto run = m.kind == FLOAT32 ? product<float> : m.kind == BFLOAT16 ? product<BFloat> : product<int8_t>;
+            run(m, from, end, x, stride, rows, sink);
+        }
+    }
+};
+
+void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* to) {
+    Vec squares = {};
+    int64_t i = 0;
+    for (; i + L <= width; i += L) squares = fused(load(x + i), load(x + i), squares);
+    float total = sum(squares);
+    for (int64_t k = i; k < width; k++) total += x[k] * x[k];
+    float scale = 1.f / std::sqrt(total / width + eps);
+    for (i = 0; i + L <= width; i += L) store(to + i, load(x + i) * scale * load(weight + i));
+    for (; i < width; i++) to[i] = x[i] * scale * weight[i];
+}
+
+// In place, or rounded into the cache.
+template <class C>
+void rope(const float* x, const float* cos, const float* sin, int64_t width, C* to) {
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        put(to[i], a * cos[i] - b * sin[i]);
+        put(to[i + half], b * cos[i + half] + a * sin[i + half]);
+    }
+}
+
+template <class C>
+struct Attention {
+    const Model& m;
+    const Layer& layer;
+    const Step& step;
+
+    int64_t slot(int64_t row, int64_t position) const {
+        int64_t depth = position - step.base;
+        if (depth < 0 || !step.followed) return position;
+        return step.base + step.followed[row * step.depths + depth];
+    }
+
+    void remember(int64_t row, int64_t head, float* key, const float* value) const {
+        int64_t place = (head * m.slots + step.base + step.first + row) * m.width, at = step.positions[row] * m.width;
+        if (layer.k_norm) rms_norm(key, layer.k_norm, m.width, m.eps, key);
+        rope(key, m.cos + at, m.sin + at, m.width, (C*)layer.keys + place);
+        for (int64_t e = 0; e < m.width; e++) put(((C*)layer.values)[place + e], value[e]);
+    }
+
+    // The context of one head of one row; `scores` has room for its positions and a vector more.
+    void attend(int64_t row, int64_t head, float* query, float* scores, float* context) const {
+        int64_t position = step.positions[row], width = m.width;
+        if (layer.q_norm) rms_norm(query, layer.q_norm, width, m.eps, query);
+        rope(query, m.cos + position * width, m.sin + position * width, width, query);
+        const C* keys = (const C*)layer.keys + head / (m.heads / m.kv_heads) * m.slots * width;
+        const C* values = (const C*)layer.values + head / (m.heads / m.kv_heads) * m.slots * width;
+        int64_t from = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
+        int64_t count = position + 1 - from;
+        for (int64_t j = from; j <= position; j++) {
+            float score[1];
+            dots<C, 1>(keys + slot(row, j) * width, width, query, width, score);
+            scores[j - from] = score[0] * m.scale;
+        }
+        float total = softmax(scores, count);
+        int64_t e = 0;
+        for (; e + 4 * L <= width; e += 4 * L) blend<4>(row, from, count, scores, values + e, total, context + e);
+        for (; e + L <= width; e += L) blend<1>(row, from, count, scores, values + e, total, context + e);
+        for (; e < width; e++) {
+            float mixed = 0;
+            for (int64_t k = 0; k < count; k++) mixed += scores[k] * one(values[slot(row, from + k) * width + e]);
+            context[e] = mixed / total;
+        }
+    }
+
+    // Scores to their exponentials; returns the sum.
+    static float softmax(float* scores, int64_t count) {
+        float highest = *std::max_element(scores, scores + count);
+        Vec sums = {};
+        std::fill(scores + count, scores + (count + L - 1) / L * L, -INFINITY);
+        for (int64_t k = 0; k < count; k += L) store(scores + k, exponential(load(scores + k) - highest));
+        std::fill(scores + count, scores + (count + L - 1) / L * L, 0.f);
+        for (int64_t k = 0; k < count; k += L) sums += load(scores + k);
+        return sum(sums);
+    }
+
+    template <int B>
+    void blend(int64_t row, int64_t from, int64_t count, const float* weights, const C* values, float total,
+               float* context) const {
+        Vec even[B] = {}, odd[B] = {};  // two chains of sums, by the parity of a position's place
+        int64_t k = 0;
+        for (; k + 2 <= count; k += 2) {
+            const C *a = values + slot(row, from + k) * m.width, *b = values + slot(row, from + k + 1) * m.width;
+            for (int i = 0; i < B; i++) even[i] = fused(Vec{} + weights[k], load(a + i * L), even[i]);
+            for (int i = 0; i < B; i++) odd[i] = fused(Vec{} + weights[k + 1], load(b + i * L), odd[i]);
+        }
+        if (k < count)
+            for (int i = 0; i < B; i++)
+                even[i] = fused(Vec{} + weights[k], load(values + slot(row, from + k) * m.width + i * L), even[i]);
+        for (int i = 0; i < B; i++) store(context + i * L, (even[i] + odd[i]) / total);
+    }
+};
+
+// silu(gate) * up of columns [from, to), into gate.
+void gated(float* gate, const float* up, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i += L) {
+        float g[L] = {}, u[L] = {};
+        size_t bytes = sizeof(float) * std::min<int64_t>(L, to - i);
+        std::memcpy(g, gate + i, bytes);
+        std::memcpy(u, up + i, bytes);
+        Vec x = load(g);
+        store(g, x / (1.f + exponential(-x)) * load(u));
+        std::memcpy(gate + i, g, bytes);
+    }
+}
+
+// Shared by all threads: residual, query, key, value, context, gate, up. A thread's own: normed rows, scores, weights.
+struct Buffers {
+    float *x, *query, *key, *value, *context, *gate, *up, *normed, *scores, *widened;
+    int64_t size;
+
+    Buffers(const Model& m, int64_t rows, int64_t threads, int64_t thread, float* scratch) {
+        float* next = scratch;
+        auto take = [&](int64_t floats) {
+            float* taken = next;
+            next += (floats + 15) / 16 * 16;
+            return taken;
+        };
+        x = take(rows * m.hidden);
+        query = take(rows * m.heads * m.width);
+        key = take(rows * m.kv_heads * m.width);
+        value = take(rows * m.kv_heads * m.width);
+        context = take(rows * m.heads * m.width);
+        gate = take(rows * m.inner);
+        up = take(rows * m.inner);
+        int64_t own = rows * 2 * m.hidden + 16, scored = m.slots + 2 * L;
+        int64_t weights = WIDE * std::max({2 * m.hidden, m.inner, m.heads * m.width});
+        int64_t all = (own + scored + weights + 15) / 16 * 16;
+        normed = take(threads * all) + thread * all;
+        scores = normed + own;
+        widened = scores + scored;
+        size = next - scratch;
+    }
+};
+
+void embed(const Matrix& table, int64_t id, float* to) {
+    for (int64_t i = 0; i < table.in; i++)
+        to[i] = table.kind == FLOAT32 ? ((const float*)table.data)[id * table.in + i]
+                                      : one(((const BFloat*)table.data)[id * table.in + i]);
+}
+
+// A draft's first layer: its attention reads cat(norm(embedding), norm(state)).
+void draft_input(const Model& m, const Layer& layer, const Step& s, const Buffers& b, int64_t row) {
+    float* joined = b.normed + row * 2 * m.hidden;
+    embed(m.embedding, s.ids[row], joined + m.hidden);
+    rms_norm(joined + m.hidden, layer.input_norm, m.hidden, m.eps, joined);
+    rms_norm(s.state + row * m.hidden, layer.hidden_norm, m.hidden, m.eps, joined + m.hidden);
+}
+
+template <class C>
+void attention(const Model& m, const Layer& layer, const Step& s, const Buffers& b, const Worker& w) {
+    Attention<C> a{m, layer, s};
+    int64_t q = m.heads * m.width, kv = m.kv_heads * m.width;
+    auto [k0, k1] = w.share(m.kv_heads * s.rows);
+    for (int64_t job = k0; job < k1; job++) {
+        int64_t head = job / s.rows, row = job % s.rows, place = row * kv + head * m.width;
+        a.remember(row, head, b.key + place, b.value + place);
+    }
+#pragma omp barrier
+    auto [q0, q1] = w.share(m.heads * s.rows);
+    for (int64_t job = q0; job < q1; job++) {
+        int64_t head = job / s.rows, row = job % s.rows, place = row * q + head * m.width;
+        a.attend(row, head, b.query + place, b.scores, b.context + place);
+    }
+#pragma omp barrier
+}
+
+void run_layer(const Model& m, const Layer& layer, const Step& s, const Buffers& b, const Worker& w) {
+    int64_t H = m.hidden, q = m.heads * m.width, kv = m.kv_heads * m.width, F = m.inner;
+    bool first = layer.hidden_norm != nullptr;
+    int64_t in = first ? 2 * H : H;
+    float* widened = s.prompt ? b.widened : nullptr;
+    for (int64_t row = 0; row < s.rows; row++) {
+        if (first)
+            draft_input(m, layer, s, b, row);
+        else
+            rms_norm(b.x + row * H, layer.input_norm, H, m.eps, b.normed + row * H);
+    }
+    w.multiply(layer.q, b.normed, in, s.rows, {b.query, q, false}, widened);
+    w.multiply(layer.k, b.normed, in, s.rows, {b.key, kv, false}, widened);
+    w.multiply(layer.v, b.normed, in, s.rows, {b.value, kv, false}, widened);
+    if (first && w.index == 0)
+        for (int64_t row = 0; row < s.rows; row++)
+            std::memcpy(b.x + row * H, m.norm_before_residual ? b.normed + row * in + H : s.state + row * H, H * 4);
+#pragma omp barrier
+    m.cache_kind == FLOAT32 ? attention<float>(m, layer, s, b, w) : attention<BFloat>(m, layer, s, b, w);
+    w.multiply(layer.o, b.context, q, s.rows, {b.x, H, true}, widened);
+#pragma omp barrier
+    for (int64_t row = 0; row < s.rows; row++)
+        rms_norm(b.x + row * H, layer.post_norm, H, m.eps, b.normed + row * H);
+    w.multiply(layer.gate, b.normed, H, s.rows, {b.gate, F, false}, widened);
+    w.multiply(layer.up, b.normed, H, s.rows, {b.up, F, false}, widened);
+    auto [from, to] = w.share(F, 8);
+    for (int64_t row = 0; row < s.rows; row++) gated(b.gate + row * F, b.up + row * F, from, to);
+#pragma omp barrier
+    w.multiply(layer.down, b.gate, F, s.rows, {b.x, H, true}, widened);
+#pragma omp barrier
+}
+
+void run(const Model& m, const Step& s, const Worker& w) {
+    Buffers b(m, s.rows, w.count, w.index, s.scratch);
+    int64_t H = m.hidden, tap = 0;
+    auto [r0, r1] = w.share(s.rows);
+    if (!s.state)
+        for (int64_t row = r0; row < r1; row++) embed(m.embedding, s.ids[row], b.x + row * H);
+#pragma omp barrier
+    for (int64_t index = 0; index <= m.count; index++) {
+        if (tap < s.tapped && s.boundaries[tap] == index) {
+            for (int64_t row = r0; row < r1; row++)
+                std::memcpy(s.taps + (row * s.tapped + tap) * H, b.x + row * H, H * 4);
+            tap++;
+        }
+        if (index < m.count) run_layer(m, m.layers[index], s, b, w);
+    }
+    for (int64_t row = r0; row < r1; row++) {
+        std::memcpy(s.last + row * H, b.x + row * H, H * 4);
+        if (s.normed) rms_norm(b.x + row * H, m.final_norm, H, m.eps, s.normed + row * H);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t eyas_scratch(const Model* m, int64_t rows, int64_t threads) { return Buffers(*m, rows, threads, 0, nullptr).size; }
+
+void eyas_forward(const Model* m, const Step* s) {
+#pragma omp parallel num_threads(s->threads)
+    run(*m, *s, Worker{omp_get_thread_num(), omp_get_num_threads()});
+}
+
+// y [rows, out] = x [rows, in] times the matrix.
+void eyas_multiply(const Matrix* m, const float* x, int64_t rows, float* y, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    Worker{omp_get_thread_num(), omp_get_num_threads()}.multiply(*m, x, m->in, rows, {y, m->out, false});
+}
+
+// Each row of x [rows, width] to its RMS norm.
+void eyas_norm(const float* x, const float* weight, int64_t rows, int64_t width, float eps, float* y) {
+    for (int64_t row = 0; row < rows; row++) rms_norm(x + row * width, weight, width, eps, y + row * width);
+}
+}

@@ -1,0 +1,266 @@
+"""A decoder as native.cpp sees it: its weights by address, its cache, and one call a forward.
+
+The structures mirror native.cpp's field by field. `Decoder` owns every tensor whose address it hands out. Arithmetic is
+float32 whatever the weights are kept in: float32 and bfloat16 weights are the model's own, int8 ones are made here.
+
+Shapes: R rows, H hidden, E head width, P positions, B boundaries.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from eyas.engine.cache import KVCache, path_to
+from eyas.engine.int8 import quantise
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class CMatrix(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "scale", "bias")),
+        *((name, c_int64) for name in ("outputs", "inputs", "kind")),
+    )
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+NORMS = ("input_norm", "hidden_norm", "post_norm", "q_norm", "k_norm")
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, CMatrix) for name in LINEARS),
+        *((name, c_void_p) for name in (*NORMS, "keys", "values")),
+        ("window", c_int64),
+    )
+
+
+class CModel(ctypes.Structure):
+    _fields_ = (
+        ("layers", POINTER(CLayer)),
+        *((name, c_int64) for name in ("count", "hidden", "heads", "kv_heads", "width", "inner")),
+        ("embedding", CMatrix),
+        *((name, c_void_p) for name in ("final_norm", "cos", "sin")),
+        *((name, c_int64) for name in ("slots", "cache_kind", "norm_before_residual")),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class CStep(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("ids", "positions", "followed")),
+        *((name, c_int64) for name in ("rows", "base", "first", "depths")),
+        *((name, c_void_p) for name in ("state", "last", "normed", "boundaries", "taps")),
+        *((name, c_int64) for name in ("tapped", "threads", "prompt")),
+        ("scratch", c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """One layer's modules by native.cpp's names; norms that it lacks are absent. `window` 0: full attention."""
+
+    linears: dict[str, nn.Linear]
+    norms: dict[str, Tensor]
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """What a decoder is made of."""
+
+    layers: list[LayerParts]
+    embedding: Tensor
+    final_norm: Tensor
+    heads: int
+    kv_heads: int
+    width: int
+    inner: int
+    eps: float
+    scale: float
+    norm_before_residual: bool = False
+
+
+Rope = Callable[[int], tuple[Tensor, Tensor]]
+"""cos and sin [P, E], float32, of the first P positions."""
+
+
+@dataclass
+class Rows:
+    """What a forward gives: the last layer's output and its final norm, both [1, R, H], and taps [1, R, B, H]."""
+
+    last: Tensor
+    normed: Tensor
+    taps: Tensor
+
+
+@dataclass
+class Matrix:
+    """A linear's weight as the library multiplies by it; keeps what it points to alive."""
+
+    library: ctypes.CDLL
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    struct: CMatrix = field(init=False)
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, linear: nn.Linear, int8: bool) -> "Matrix":
+        bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        if int8:
+            weight, scale = quantise(linear.weight)
+            return cls(library, weight, bias, scale)
+        return cls(library, linear.weight.detach().contiguous(), bias)
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.weight.shape
+        self.struct = CMatrix(
+            self.weight.data_ptr(), _address(self.scale), _address(self.bias), outputs, inputs, KINDS[self.weight.dtype]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x_1RI: Tensor) -> Tensor:
+        """float32 [1, R, O]."""
+        x = x_1RI.float().contiguous()
+        rows = x.shape[-2]
+        y = torch.empty((1, rows, self.struct.outputs))
+        self.library.eyas_multiply(ctypes.byref(self.struct), x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
+        return y
+
+
+class Decoder:
+    """Layers, cache and rope tables of one model, ready to run; `weight_bytes` is what a forward reads."""
+
+    def __init__(self, library: ctypes.CDLL, parts: DecoderParts, cache: KVCache, rope: Rope, int8: bool) -> None:
+        self.library, self.parts, self.cache, self._rope = library, parts, cache, rope
+        self._matrices = [
+            {name: Matrix.of(library, linear, int8) for name, linear in layer.linears.items()} for layer in parts.layers
+        ]
+        self._norms = [{name: norm.detach().float() for name, norm in layer.norms.items()} for layer in parts.layers]
+        self._final_norm = parts.final_norm.detach().float()
+        self._embedding = Matrix(library, parts.embedding.detach())
+        self.hidden = parts.final_norm.shape[0]
+        self._layers = (CLayer * len(parts.layers))()
+        self._cos = self._sin = torch.empty(0)
+        self._scratch = torch.empty(0)
+        self._model = CModel(
+            layers=self._layers,
+            count=len(parts.layers),
+            hidden=self.hidden,
+            heads=parts.heads,
+            kv_heads=parts.kv_heads,
+            width=parts.width,
+            inner=parts.inner,
+            embedding=self._embedding.struct,
+            final_norm=self._final_norm.data_ptr(),
+            cache_kind=KINDS[cache.dtype],
+            norm_before_residual=parts.norm_before_residual,
+            eps=parts.eps,
+            scale=parts.scale,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(matrix.nbytes for layer in self._matrices for matrix in layer.values())
+
+    def run(
+        self,
+        ids: Sequence[int],
+        start: int,
+        parents: Sequence[int] | None = None,
+        state: Tensor | None = None,
+        boundaries: Sequence[int] = (),
+        *,
+        prompt: bool = False,
+    ) -> Rows:
+        """A chain of rows at positions start..., or the last len(ids) rows of the tree `parents` whose root is there.
+
+        Row i of the tree lies in cache slot start + i. `state` [1, R, H]: what a draft's rows are fed. `prompt`: rows
+        that every way of decoding shares, so that their bits need not be those of single rows.
+        """
+        rows = len(ids)
+        first, positions, followed, depth = _places(rows, start, parents)
+        self._bind(start + first + rows)
+        threads = torch.get_num_threads()
+        needed = self.library.eyas_scratch(ctypes.byref(self._model), rows, threads)
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(needed)
+        last, normed = torch.empty((2, 1, rows, self.hidden)).unbind()
+        found = Rows(last, normed, torch.empty((1, rows, len(boundaries), self.hidden)))
+        ids_R, tapped = _integers(ids), _integers(boundaries)
+        fed = None if state is None else state.float().contiguous()
+        step = CStep(
+            ids=ctypes.addressof(ids_R),
+            positions=ctypes.addressof(positions),
+            followed=None if followed is None else ctypes.addressof(followed),
+            rows=rows,
+            base=start,
+            first=first,
+            depths=depth,
+            state=_address(fed),
+            last=found.last.data_ptr(),
+            normed=found.normed.data_ptr(),
+            boundaries=ctypes.addressof(tapped),
+            taps=found.taps.data_ptr(),
+            tapped=len(boundaries),
+            threads=threads,
+            prompt=prompt,
+            scratch=self._scratch.data_ptr(),
+        )
+        self.library.eyas_forward(ctypes.byref(self._model), ctypes.byref(step))
+        return found
+
+    def norm(self, x_1RH: Tensor) -> Tensor:
+        """The final norm of rows [1, R, H]."""
+        x = x_1RH.float().contiguous()
+        y = torch.empty_like(x)
+        self.library.eyas_norm(
+            x.data_ptr(), self._final_norm.data_ptr(), x.shape[-2], self.hidden, self.parts.eps, y.data_ptr()
+        )
+        return y
+
+    def _bind(self, rows: int) -> None:
+        """Point at the cache's buffers and rope tables, which reserve() may have made anew."""
+        cache, parts = self.cache, self.parts
+        assert rows <= cache.capacity, f"reserve() rows before a forward over {rows}"
+        if cache.keys and self._model.slots == cache.capacity:
+            return
+        self._cos, self._sin = self._rope(cache.capacity)
+        self._model.slots, self._model.cos, self._model.sin = cache.capacity, self._cos.data_ptr(), self._sin.data_ptr()
+        for index, (layer, part) in enumerate(zip(self._layers, parts.layers, strict=True)):
+            keys, values = cache.buffers(index, parts.kv_heads, parts.width)
+            for name, matrix in self._matrices[index].items():
+                setattr(layer, name, matrix.struct)
+            for name, norm in self._norms[index].items():
+                setattr(layer, name, norm.data_ptr())
+            layer.keys, layer.values, layer.window = keys.data_ptr(), values.data_ptr(), part.window
+
+
+def _places(
+    rows: int, start: int, parents: Sequence[int] | None
+) -> tuple[int, ctypes.Array[c_int64], ctypes.Array[c_int64] | None, int]:
+    """First slot's offset, positions [R], and for a tree the slot offsets [R, depths] of what each row follows."""
+    if parents is None:
+        return 0, _integers(range(start, start + rows)), None, 0
+    first = len(parents) - rows
+    paths = [path_to(row, parents) for row in range(first, len(parents))]
+    depth = max(map(len, paths))
+    positions = _integers([start + len(path) - 1 for path in paths])
+    followed = _integers([row for path in paths for row in [*path, *[0] * (depth - len(path))]])
+    return first, positions, followed, depth
+
+
+def _integers(values: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(values))(*values)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

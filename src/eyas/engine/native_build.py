@@ -1,0 +1,79 @@
+"""native.cpp, compiled once for this machine into the cache, and loaded.
+
+No torch headers, so it takes seconds; one OpenMP runtime, torch's own, which the loader finds loaded already. Whatever
+goes wrong is a reason to give, never an error: the engine then runs its plain path.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  (its OpenMP runtime must be loaded before the library asks for one)
+
+from eyas.progress import say
+from eyas.run import cache_folder, hash_bytes
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+COMPILERS = ("c++", "g++", "clang++")
+OFF = "EYAS_NATIVE"
+"""Set to 0, this environment variable keeps the engine on its plain path."""
+
+
+@cache
+def load_native() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if os.environ.get(OFF) == "0":
+        return f"{OFF}=0"
+    if platform.system() != "Linux":
+        return f"{platform.system()} is not tried"
+    named = os.environ.get("CXX")
+    compiler = next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
+    if compiler is None:
+        return f"no C++ compiler ({named or ', '.join(COMPILERS)})"
+    try:
+        library = cache_folder() / "native" / f"{_key(compiler)}.so"
+        if not library.is_file():
+            _compile(compiler, library)
+        return _declared(ctypes.CDLL(str(library)))
+    except subprocess.SubprocessError as error:
+        output = getattr(error, "stderr", None)
+        return f"{compiler}: {(output or str(error)).strip().splitlines()[0]}"
+    except OSError as error:
+        return str(error)
+
+
+def _compile(compiler: str, library: Path) -> None:
+    started = time.perf_counter()
+    library.parent.mkdir(parents=True, exist_ok=True)
+    temporary = library.with_name(f".{library.name}.{os.getpid()}.tmp")
+    try:
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(temporary)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        temporary.replace(library)
+    finally:
+        temporary.unlink(missing_ok=True)
+    say(f"engine: compiled its kernels once ({time.perf_counter() - started:.1f} s), kept in {library.parent}")
+
+
+def _key(compiler: str) -> str:
+    """What the library depends on: source, flags, compiler, and the processor that -march=native sees."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+    info = Path("/proc/cpuinfo")
+    first = info.read_text().split("\n\n")[0] if info.is_file() else platform.processor()
+    facts = [line for line in first.splitlines() if line.split(":")[0].strip() in ("flags", "Features", "model name")]
+    return hash_bytes("\n".join([*facts, version, *FLAGS]).encode() + SOURCE.read_bytes())[:16]
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.eyas_scratch.argtypes, library.eyas_scratch.restype = [pointer, size, size], size
+    library.eyas_forward.argtypes, library.eyas_forward.restype = [pointer, pointer], None
+    library.eyas_multiply.argtypes, library.eyas_multiply.restype = [pointer, pointer, size, pointer, size], None
+    library.eyas_norm.argtypes, library.eyas_norm.restype = [pointer, pointer, size, size, number, pointer], None
+    return library
