@@ -43,7 +43,7 @@ from eyas.run import hash_bytes, processor_name, versions, write_atomic
 
 ROOT = Path(__file__).parents[1]
 OUT, PAGE = Path("bench/out"), ROOT / "docs" / "wiring-table.md"
-RIGHT_PRECISIONS = 3
+RIGHT_PRECISIONS = 2
 """In how many precisions each right wiring is checked, of each architecture."""
 Row = dict[str, Any]
 
