@@ -88,7 +88,7 @@ VARIANTS: dict[str, Variant] = {
     "whole": Variant({"norm_before_fc": True}),
     "own": Variant({"own_embedding": True}),
     "weak": Variant({"fc_norm": True}, steps=12, texts=3),
-    "pace": Variant(wiring=Wiring(DECLARED, pace=0)),
+    "pace": Variant(wiring=Wiring(DECLARED, pace=0), only=("llama",)),
     "labels": Variant(wiring=Wiring(DECLARED, hidden=-1, token=-1)),
     "unscaled": Variant(wiring=Wiring(DECLARED, teacher="unscaled"), only=("granite",)),
 }
@@ -298,7 +298,7 @@ def faults() -> list[Case]:
         Case("norm over all taps undeclared", "fc_norm", "whole", {"norm_before_fc": False}),
         Case("rope base lost", "rope_theta", declared={"rope_theta": 1_000_000.0}),
         Case("rope scaling added", "rope_scaling", declared={"rope_scaling": far}),
-        Case("later steps trained at the row's own position", "position_shift", "pace"),
+        Case("later steps trained at the row's own position", "position_shift", "pace", only=("llama",)),
         Case("d2t all zero", "d2t_missing", tensors=table(torch.zeros_like)),
         Case("d2t holds target ids", "d2t_absolute", tensors=table(target_ids)),
         Case("d2t beyond the vocabulary", "d2t_out_of_range", tensors=table(lambda d2t: d2t + 200)),

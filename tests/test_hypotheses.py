@@ -163,6 +163,16 @@ def test_an_untrained_draft_shows_nothing_and_is_not_guessed_at(lab: Lab, tmp_pa
     assert "too weak" in check.evidence
 
 
+def test_a_weak_draft_that_a_later_state_helps_was_not_made_for_it(lab: Lab, tmp_path: Path) -> None:
+    weak = taught_draft(lab.target, lab.held[:3], draft_config(lab.target, BOUNDARIES), steps=12)
+    folder = write_draft(tmp_path / "draft", weak, lab.target)
+    captures = write_lab_captures(tmp_path / "captures", lab.target, samples_of(lab.held, BOUNDARIES), BOUNDARIES)
+    check = check_hypotheses(lab.target, folder, CaptureReader(captures))
+    tried = {one["wiring"]: one for one in check.facts["wirings"]}
+    assert tried["states one token later"]["told"] == "better"
+    assert check.findings == []
+
+
 def test_the_declared_wiring_measures_what_evaluate_does(lab: Lab, tmp_path: Path) -> None:
     folder = write_draft(tmp_path / "draft", lab.draft, lab.target)
     samples = samples_of(lab.held[:6], BOUNDARIES)

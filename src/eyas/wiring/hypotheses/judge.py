@@ -109,7 +109,11 @@ def weigh(
             found = min(found, effect(ANEW, wiring), key=lambda one: one.nats)
         trials.append(Trial(wiring, outcomes[wiring.name], found))
     declared, others = trials[0], trials[1:]
-    better = [trial for trial in others if trial.effect.better and more_hits(trial, declared)]
+    better = [
+        trial
+        for trial in others
+        if trial.effect.better and more_hits(trial, declared) and leans_on_its_token(trial, others)
+    ]
     rows, documents = len(document[0]), len(document[0].unique())
     if not better:
         return Verdict(declared, others, documents, rows)
@@ -135,6 +139,18 @@ def more_hits(trial: Trial, declared: Trial) -> bool:
     if trial.wiring.teacher != "declared":  # another teacher of the same argmax: the hits are the same
         return accuracy >= LEARNED
     return accuracy >= LEARNED and accuracy > declared.outcome.accuracy[step]
+
+
+def leans_on_its_token(trial: Trial, others: Sequence[Trial]) -> bool:
+    """Whether later states are more than a peep at the answer.
+
+    The state of token t + 1 knows token t + 2 better whatever a draft has learned, most of all one that started from
+    the target's own head. Of a draft made for other states its token still matters more than what they bring.
+    """
+    if trial.wiring.hidden <= 0:
+        return True
+    costs = [-other.effect.nats for other in others if other.wiring.token and not other.wiring.hidden]
+    return all(cost >= trial.effect.nats for cost in costs)
 
 
 def describe(trial: Trial) -> str:

@@ -184,10 +184,9 @@ def shifts() -> Iterator[Wiring]:
         earlier = "one earlier" if shift < 0 else "one later"
         fix = f"row t embeds token t{1 + shift:+d}".replace("+0", "")
         yield Wiring(f"embedded token {earlier}", "token_shift", fix, "captures: input_ids", token=shift)
-    for shift, slip in ((-1, "shifted twice"), (1, "not shifted")):
-        later = "one token later" if shift < 0 else "one token earlier"
-        fix = f"train again: row t's teacher is the target's distribution after token t+1; labels were {slip}"
-        yield Wiring(f"labels {later}", "token_shift", fix, "draft: training", hidden=shift, token=shift)
+    # Labels that were not shifted at all would be the next state and token: but that shows the draft its answer.
+    fix = "train again: row t's teacher is the target's distribution after token t+1; labels were shifted twice"
+    yield Wiring("labels one token later", "token_shift", fix, "draft: training", hidden=-1, token=-1)
     fix = "rotate step s of row t at t, as trained, or train again: serving rotates at t + s"
     yield Wiring("later steps at the row's own position", "position_shift", fix, "draft: rope", pace=0, from_step=1)
     yield Wiring("every position one later", "position_shift", "none needed", "draft: rope", position=1)
