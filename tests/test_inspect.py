@@ -61,6 +61,14 @@ def test_formats_and_boundaries_of_published_drafts(name, written_by, boundaries
     assert ("ids_ambiguous" in codes(seen)) == ambiguous
 
 
+def test_specforge_norm_output_is_doubted_and_others_is_not(tmp_path):
+    raw = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, "draft_vocab_size": 32, "norm_output": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert "feedback_norm" in codes(inspect_path(tmp_path), "warning")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"speculators_model_type": "eagle3"}))
+    assert "feedback_norm" not in codes(inspect_path(tmp_path))
+
+
 @needs_cases
 def test_published_configs_have_the_faults_people_reported():
     assert "architecture_unknown" in codes(inspect_path(case("published__yuhuili_EAGLE3-LLaMA3.1")), "error")

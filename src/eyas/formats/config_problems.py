@@ -157,6 +157,10 @@ def _wiring_problems(raw: Config, name: str) -> list[Problem]:
         found = "true" + ("" if "norm_before_residual" in raw else " (the default of the speculators format)")
         fix = "serve with vLLM, or train without it"
         problems.append(_problem("residual_norm", "norm_before_residual", "false, for SGLang", found, fix, "warning"))
+    if name == "specforge" and raw.get("norm_output") is True:
+        found = "true: SpecForge up to 0.2.0 trains on h fed back whatever this says; engines then feed norm(h)"
+        fix = "eyas check --draft DRAFT --captures CAPTURES measures which; false if h it was (PR 879 mends SpecForge)"
+        problems.append(_problem("feedback_norm", "norm_output", "what training fed back", found, fix, "warning"))
     if layer.get("use_sliding_window") is True:
         found = f"{layer.get('sliding_window')}: SGLang has it by a server flag only"
         expected = "a window that every engine applies"
