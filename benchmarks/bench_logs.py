@@ -1,7 +1,7 @@
 """How fast a log is read, and in how much memory: kinds of logs of 100 MB each, one core,
 in CPU seconds (the machine may be shared).
 
-    python benchmarks/bench_logs.py [MEGABYTES]
+    python benchmarks/bench_logs.py [MEGABYTES [KIND]]
 
 Prints, per kind: lines, lines a second, megabytes a second, and by how much the process grew while it read.
 """
@@ -42,7 +42,10 @@ KINDS = {
 
 def main() -> None:
     size = int(float(sys.argv[1] if len(sys.argv) > 1 else 100) * 1e6)
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
     for kind, text in KINDS.items():
+        if only not in kind:
+            continue
         with tempfile.NamedTemporaryFile("w", suffix=".log") as file:
             file.write(START)
             block = text * max(1, 1_000_000 // len(text))
