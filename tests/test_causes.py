@@ -197,6 +197,7 @@ EXAMPLES = [
     ("target_no_aux", None, None, "RuntimeError: Model does not support EAGLE3 interface"),
     ("aux_count", None, None, "RuntimeError: captured 2 of 3 aux hidden states"),
     ("wrong_width", None, None, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x6144 and 12288x4096)"),
+    ("wrong_width", "vllm", None, "AssertionError: Tried to load weights of size torch.Size([5, 5])to a parameter of"),
     (
         "draft_context",
         "sglang",
