@@ -1,46 +1,187 @@
-"""What the embedded engine's forwards cost on the default target, as ratios to one plain step.
+"""The embedded engine on the default target, as paired ratios of one run; writes bench/out/engine.json.
 
-    python benchmarks/bench_engine.py [--draft DRAFT] [--target T] [--precision float32] [--depths 5] [--profile]
+    python benchmarks/bench_engine.py [--draft DRAFT] [--target T] [--limit 200] [--tokens 256] [--profile] [--costs]
 
-Without --draft an untrained one of the default shape is used: costs do not depend on what it drafts.
+Every prompt is decoded every way, one after the other, the order rotating: Hugging Face generate in bfloat16, the
+engine plain in bfloat16 and in int8, in bfloat16 under a simulated accept length of 3, and with --draft by that draft.
+Without --draft an untrained one of the default shape drafts for the simulation: costs do not depend on what it drafts.
 """
 
 import argparse
+import ctypes
 import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from eyas.engine.costs import StepCosts, measure_costs
+from eyas.engine.costs import measure_costs
 from eyas.engine.generate import Engine
+from eyas.engine.native_build import load_native
+from eyas.engine.native_forward import NativeForward
+from eyas.engine.spans import NoSpans, Spans
 from eyas.formats.taps import default_boundaries
+from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
+from eyas.measure.stats import accept_length
 from eyas.models.checkpoint import load_draft
 from eyas.models.draft import Draft
 from eyas.models.target import DEFAULT_TARGET, Target, load_target
+from eyas.progress import Progress
 from eyas.recipe import DraftSettings
 from eyas.run import machine, versions
+from eyas.settings import DraftingSettings
 from eyas.training.initialise import draft_config
 
-PROMPT = "Explain in detail how a bicycle works and why it stays upright."
+CURVE = (0.81, 0.66, 0.53)
+"""Survival of a chain of three whose accept length is 3.0."""
+OFF = NoSpans()
+OUT = Path("bench/out/engine.json")
+
+
+@dataclass
+class Way:
+    """One way of decoding: a prompt to (tokens after the first, seconds after the first token)."""
+
+    run: Callable[[BenchPrompt], tuple[int, float]]
+    timed: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all prompts together."""
+        return sum(tokens for tokens, _ in self.timed) / sum(seconds for _, seconds in self.timed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--num-steps", type=int, default=2, help="depth of --draft's chain")
     parser.add_argument("--target", default=DEFAULT_TARGET)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--depths", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--profile", action="store_true", help="where the time of speculative rounds goes")
+    parser.add_argument("--limit", type=int, default=200, help="prompts, spread over the test set")
+    parser.add_argument("--tokens", type=int, default=256, help="longest answer")
+    parser.add_argument("--profile", action="store_true", help="print where rounds spend their time")
+    parser.add_argument("--costs", action="store_true", help="print what rounds of each depth cost, and stop")
     args = parser.parse_args()
-    for precision in args.precision:
-        target = load_target(args.target, dtype=precision)
-        draft = make_draft(target, args.draft)
-        costs = measure_costs(target, draft, range(1, args.depths + 1))
-        report = {"precision": precision, **ratios(costs), **baselines(target, draft, args.tokens)}
-        print(json.dumps(report | {"machine": machine(), "versions": versions(), "threads": torch.get_num_threads()}))
-        if args.profile:
-            profile(target, draft, args.tokens)
+    if args.costs:
+        for precision in ("float32", "bfloat16", "int8"):
+            print(json.dumps({"precision": precision, **costs(args.target, args.draft, precision)}))
+        return
+    report = measure(args) | {"machine": machine(), "versions": versions(), "threads": torch.get_num_threads()}
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    started = time.perf_counter()
+    target = load_target(args.target, dtype="bfloat16")
+    draft = make_draft(target, args.draft)
+    simulated = Engine(target, draft, drafting=DraftingSettings(num_steps=3, simulate=CURVE))
+    prompts = bench_prompts("test", target, None, args.tokens)
+    first = simulated.generate(prompts[0].ids, 2)
+    start_seconds = time.perf_counter() - started - first.seconds_decode
+    int8 = Engine(load_target(args.target, dtype="bfloat16"), int8=True)
+    hugging_face = load_target(args.target, dtype="bfloat16")
+    spans = Spans()
+    ways = {
+        "hf": Way(lambda prompt: generate(hugging_face, prompt, args.tokens)),
+        "plain_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 0)),
+        "plain_int8": Way(lambda prompt: decode(int8, prompt, args.tokens, 0)),
+        "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, spans)),
+    }
+    rounds: list[int] = []
+    steps: int = args.num_steps
+    if args.draft:
+        real = Engine(
+            load_target(args.target, dtype="bfloat16"), make_draft(target, args.draft), num_steps=args.num_steps
+        )
+        ways["draft_bf16"] = Way(lambda prompt: decode(real, prompt, args.tokens, steps, rounds=rounds))
+    alternate(ways, spread(prompts, min(args.limit, len(prompts))))
+    rates = {name: way.rate for name, way in ways.items()}
+    floors = {"": floor(simulated, rates["plain_bf16"]), "_int8": floor(int8, rates["plain_int8"])}
+    if args.profile:
+        print(json.dumps({"round": spans.shares()}))
+    return {
+        "plain_bf16_over_hf": ratio(rates, "plain_bf16", "hf"),
+        "plain_int8_over_bf16": ratio(rates, "plain_int8", "plain_bf16"),
+        "speedup_at_simulated_3": ratio(rates, "simulated_bf16", "plain_bf16"),
+        "fraction_of_floor": floors[""],
+        "fraction_of_floor_int8": floors["_int8"],
+        "accept_length": round(accept_length(rounds), 3) if rounds else None,
+        "speedup": ratio(rates, "draft_bf16", "plain_bf16") if rounds else None,
+        "num_steps": args.num_steps if rounds else None,
+        "round_shares": spans.shares(),
+        "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "seconds_to_first_token": round(start_seconds, 2),
+        "engine": simulated.facts.describe(),
+        "prompts": min(args.limit, len(prompts)),
+        "max_new_tokens": args.tokens,
+    }
+
+
+def alternate(ways: dict[str, Way], prompts: list[BenchPrompt]) -> None:
+    """Every way on every prompt, who goes first rotating; a first round is left out."""
+    for way in ways.values():
+        way.run(prompts[0])
+    with Progress("engine", len(prompts), "prompts") as bar:
+        for index, prompt in enumerate(prompts):
+            names = list(ways)
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                ways[name].timed.append(ways[name].run(prompt))
+            bar.advance(1)
+
+
+def decode(
+    engine: Engine,
+    prompt: BenchPrompt,
+    tokens: int,
+    num_steps: int,
+    spans: NoSpans = OFF,
+    rounds: list[int] | None = None,
+) -> tuple[int, float]:
+    engine.spans = spans
+    run = engine.generate(prompt.ids, tokens, num_steps)
+    if rounds is not None:
+        rounds += run.rounds
+    return len(run.ids) - 1, run.seconds_decode
+
+
+@torch.inference_mode()
+def generate(target: Target, prompt: BenchPrompt, tokens: int) -> tuple[int, float]:
+    """Hugging Face's own, a prefill of the same prompt taken off."""
+    ids = torch.tensor([prompt.ids])
+
+    def timed(count: int) -> tuple[int, float]:
+        started = time.perf_counter()
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=2
+        )
+        return output.shape[1] - ids.shape[1], time.perf_counter() - started
+
+    count, seconds = timed(tokens)
+    return count - 1, max(seconds - timed(1)[1], 1e-9)
+
+
+def floor(engine: Engine, rate: float) -> float | None:
+    """The time that reading the weights takes at this machine's bandwidth, over a plain step's."""
+    if not isinstance(engine.forward, NativeForward):
+        return None
+    weight_bytes = engine.forward.weight_bytes
+    return round(weight_bytes / bandwidth(weight_bytes) * rate, 3)
+
+
+def bandwidth(size: int) -> float:
+    """Bytes a second over `size` bytes, best of several, with the engine's own threads."""
+    library = load_native()
+    assert isinstance(library, ctypes.CDLL), "the compiled path runs, so its library is there"
+    memory = torch.ones(size, dtype=torch.int8)
+    best = float("inf")
+    for _ in range(7):
+        started = time.perf_counter()
+        library.eyas_read(memory.data_ptr(), size, torch.get_num_threads())
+        best = min(best, time.perf_counter() - started)
+    return size / best
 
 
 def make_draft(target: Target, folder: Path | None) -> Draft:
@@ -51,42 +192,21 @@ def make_draft(target: Target, folder: Path | None) -> Draft:
     return Draft(draft_config(target, boundaries, DraftSettings()))
 
 
-def ratios(costs: StepCosts) -> dict[str, object]:
+def costs(name: str, folder: Path | None, precision: str) -> dict[str, object]:
     """A plain step in ms; everything else in plain steps."""
-    plain = costs.plain
+    int8 = precision == "int8"
+    target = load_target(name, dtype="bfloat16" if int8 else precision)
+    found = measure_costs(target, make_draft(target, folder), range(1, 6), int8=int8, draft_int8=int8)
     return {
-        "plain_step_ms": round(plain * 1e3, 2),
-        "verify_rows": {depth + 1: round(seconds / plain, 3) for depth, seconds in costs.verify.items()},
-        "draft_chain": {depth: round(seconds / plain, 3) for depth, seconds in costs.draft.items()},
-        "break_even_accept_length": {depth: round(costs.round(depth) / plain, 3) for depth in costs.verify},
+        "plain_step_ms": round(found.plain * 1e3, 2),
+        "verify_rows": {depth + 1: round(seconds / found.plain, 3) for depth, seconds in found.verify.items()},
+        "draft_chain": {depth: round(seconds / found.plain, 3) for depth, seconds in found.draft.items()},
+        "break_even_accept_length": {depth: round(found.round(depth) / found.plain, 3) for depth in found.verify},
     }
 
 
-def baselines(target: Target, draft: Draft, tokens: int) -> dict[str, object]:
-    """Padded against unpadded plain decoding, alternating, for chains of 1 and 3."""
-    ids = target.tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
-    found: dict[str, object] = {}
-    for num_steps in (1, 3):
-        engine = Engine(target, draft, num_steps=num_steps)
-        seconds = {True: float("inf"), False: float("inf")}
-        for _ in range(3):
-            for padded in (True, False):
-                run = engine.generate(ids["input_ids"], tokens, 0, ignore_eos=True, padded=padded)
-                seconds[padded] = min(seconds[padded], run.seconds_decode)
-        found[f"padded_over_unpadded_num_steps_{num_steps}"] = round(seconds[True] / seconds[False], 3)
-        engine.close()
-    return found
-
-
-def profile(target: Target, draft: Draft, tokens: int) -> None:
-    """torch's own table of one speculative generation, by operator."""
-    engine = Engine(target, draft, num_steps=1)
-    ids = list(range(100, 140))
-    engine.generate(ids, tokens, 1, ignore_eos=True)
-    with torch.profiler.profile() as profiler:
-        engine.generate(ids, tokens, 1, ignore_eos=True)
-    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
-    engine.close()
+def ratio(rates: dict[str, float], over: str, under: str) -> float:
+    return round(rates[over] / rates[under], 3)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from eyas.engine.generate import Engine
 from eyas.engine.linear import KERNELS, available_kernels, fastest_kernels
 from eyas.engine.propose import DraftProposer
 from eyas.engine.settle import settle
+from eyas.engine.spans import Spans
 from eyas.engine.tree import chain
 from eyas.engine.verify import Verdict, cut, walk
 from eyas.errors import InputError
@@ -256,6 +257,17 @@ def test_an_engine_closed_leaves_the_target_as_it_was(target32: Target) -> None:
     engine_of(target32, kernels="onednn").close()
     assert torch.equal(target32.model(ids).logits, before)
     assert "forward" not in target32.head.__dict__
+
+
+def test_a_rounds_laps_cover_it(target32: Target) -> None:
+    engine, prompt = engine_of(target32), prompts(6)[4]
+    plain = engine.generate(prompt, 12, 3, ignore_eos=True)
+    engine.spans = spans = Spans()
+    timed = engine.generate(prompt, 12, 3, ignore_eos=True)
+    assert timed.ids == plain.ids
+    assert list(spans.shares()) == ["draft", "verify", "sampling", "cache", "host"]
+    assert 0 < sum(spans.seconds.values()) <= timed.seconds_decode
+    assert abs(sum(spans.shares().values()) - 1) < 0.01
 
 
 # Ends

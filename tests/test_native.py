@@ -238,6 +238,28 @@ def test_either_path_writes_the_same_text_plain_and_drafted_by_lookup(precision:
     engine.close()
 
 
+def test_weights_are_moved_and_not_changed(library: ctypes.CDLL) -> None:
+    target = target_of(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    forward = NativeForward(target, library)
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert target.embedding.data_ptr() == target.head.weight.data_ptr()
+    assert forward.weight_bytes == sum(
+        tensor.nbytes for name, tensor in before.items() if tensor.dim() == 2 and "embed" not in name
+    )
+
+
+def test_a_targets_weights_can_be_trained_with_after_an_engine() -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        target = target_of(CONFIGS["llama"])
+    Engine(target, announce=False).close()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.randn(1, 2, 42, requires_grad=True)
+        target.head(x).sum().backward()
+        assert x.grad is not None
+
+
 # The draft
 
 

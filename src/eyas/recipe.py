@@ -194,10 +194,11 @@ class BenchSettings(DraftingSettings, SamplingSettings):
     """Prompts used; none means all."""
     max_new_tokens: int = Field(default=96, ge=2)
     """Tokens generated a prompt; the first comes from the prefill and is not timed."""
-    precision: Precision = "auto"
-    """`auto` measures which is faster; equality of outputs is measured in float32 whatever this says."""
-    draft_precision: Literal["target", "float32", "bfloat16"] = "target"
-    """The draft's arithmetic; `target` is the target's."""
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """`auto` measures which of float32 and bfloat16 is faster; `int8` rounds bfloat16 weights once more, a scale an
+    output. Equality of outputs is measured in float32 whatever this says."""
+    draft_precision: Literal["target", "float32", "bfloat16", "int8"] = "target"
+    """The precision of the draft's weights; `target` is the target's."""
     repeats: int = Field(default=1, ge=1)
     """Times each prompt is decoded each way, order alternating."""
     equality_limit: int = Field(default=8, ge=0)

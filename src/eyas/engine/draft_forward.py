@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eyas.engine.cache import KVCache, depths
 from eyas.engine.forward import Forward
 from eyas.engine.linear import fastest_kernels, install, install_int8
-from eyas.engine.native import Decoder, DecoderParts, LayerParts, Matrix
+from eyas.engine.native import Decoder, DecoderParts, LayerParts
 from eyas.engine.native_forward import STATIC_ROPE, NativeForward
 from eyas.models.draft import Draft
 
@@ -107,8 +107,9 @@ class NativeDraft:
         self.draft = draft
         self.cache = KVCache(torch.bfloat16 if int8 else draft.fc.weight.dtype)
         self.positions: list[int] = []
-        self.decoder = Decoder(library, draft_parts(draft), self.cache, self._rope, int8)
-        self.fc, self.head = (Matrix.of(library, linear, int8) for linear in (draft.fc, draft.lm_head))
+        others = [draft.lm_head, draft.fc]
+        self.decoder = Decoder(library, draft_parts(draft), self.cache, self._rope, others, int8)
+        self.head, self.fc = self.decoder.others
 
     @property
     def weight_bytes(self) -> int:

@@ -18,6 +18,7 @@ from eyas.engine.linear import uninstall
 from eyas.engine.propose import Proposer
 from eyas.engine.sampling import Sampler
 from eyas.engine.settle import layer_linears
+from eyas.engine.spans import NoSpans
 from eyas.engine.start import start
 from eyas.engine.text import Generation, Text
 from eyas.engine.trace import EngineTrace
@@ -71,6 +72,7 @@ class Engine:
         plain = None if request is None else "a trace hooks on modules"
         self._linears = [*layer_linears(target), target.head]
         self.trace: EngineTrace | None = None
+        self.spans = NoSpans()
         self.forward: Forward
         with torch.inference_mode():
             self.forward, self.facts = start(target, boundaries, self.rows, kernels=kernels, int8=int8, plain=plain)
@@ -161,21 +163,28 @@ class Engine:
     @torch.inference_mode()
     def round(self, text: Text) -> Verdict:
         """One forward of the target takes `text` further by one token or more."""
-        proposer = text.proposer
+        proposer, spans = text.proposer, self.spans
+        spans.start()
         tree = Tree() if proposer is None else proposer.propose(text.num_steps)
+        spans.lap("draft")
         states = self.forward.verify([text.last, *tree.tokens], text.position, tree.row_parents)
-        walk = text.judge.walk(tree, self.forward.logits(states))
+        logits_RV = self.forward.logits(states)
+        spans.lap("verify")
+        walk = text.judge.walk(tree, logits_RV)
         verdict = cut(walk, text.stop_ids, text.limit - len(text.ids))
+        spans.lap("sampling")
         if self.trace is not None:
             self.trace.judged(tree, walk, text.position)
         if proposer is not None and verdict.finish is None:
             self.forward.keep(walk.rows)
             taps = self.forward.taps(walk.rows) if self.forward.boundaries else None
             self._observe(proposer, taps, walk.tokens, text.position)
+        spans.lap("cache")
         text.take(verdict)
         text.rounds.append(verdict)
         text.depths.append(tree.depth)
         text.clock[-1] = time.perf_counter()
+        spans.lap("host")
         return verdict
 
     def _observe(self, proposer: Proposer, taps: Tensor | None, ids: Sequence[int], start: int) -> None:

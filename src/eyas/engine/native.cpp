@@ -514,6 +514,22 @@ void eyas_multiply(const Matrix* m, const float* x, int64_t rows, float* y, int6
     Worker{omp_get_thread_num(), omp_get_num_threads()}.multiply(*m, x, m->in, rows, {y, m->out, false});
 }
 
+// Reads `bytes` of memory as fast as the threads can: what bandwidth is measured with. Returns a sum, so that it is done.
+int64_t eyas_read(const void* from, int64_t bytes, int64_t threads) {
+    int64_t total = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+    {
+        auto [first, end] = Worker{omp_get_thread_num(), omp_get_num_threads()}.share(bytes / 512);
+        Ints sums = {};
+        for (const char* at = (const char*)from + first * 512; at < (const char*)from + end * 512; at += sizeof sums) {
+            if ((int64_t)at % 64 == 0) __builtin_prefetch(at + AHEAD);
+            sums += read<Ints>(at);
+        }
+        for (int i = 0; i < L; i++) total += sums[i];
+    }
+    return total;
+}
+
 // Each row of x [rows, width] to its RMS norm.
 void eyas_norm(const float* x, const float* weight, int64_t rows, int64_t width, float eps, float* y) {
     for (int64_t row = 0; row < rows; row++) rms_norm(x + row * width, weight, width, eps, y + row * width);

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from eyas.engine.arena import move_weights, side_by_side
 from eyas.engine.cache import KVCache, path_to
 from eyas.engine.int8 import quantise
 
@@ -109,14 +110,6 @@ class Matrix:
     scale: Tensor | None = None
     struct: CMatrix = field(init=False)
 
-    @classmethod
-    def of(cls, library: ctypes.CDLL, linear: nn.Linear, int8: bool) -> "Matrix":
-        bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
-        if int8:
-            weight, scale = quantise(linear.weight)
-            return cls(library, weight, bias, scale)
-        return cls(library, linear.weight.detach().contiguous(), bias)
-
     def __post_init__(self) -> None:
         outputs, inputs = self.weight.shape
         self.struct = CMatrix(
@@ -136,13 +129,39 @@ class Matrix:
         return y
 
 
+def matrices(library: ctypes.CDLL, linears: Sequence[nn.Linear], int8: bool) -> list[Matrix]:
+    """`linears` in the order a forward reads them. Unless rounded to int8 the weights stay the linears' own, moved."""
+    biases = [None if linear.bias is None else linear.bias.detach().float().contiguous() for linear in linears]
+    if not int8:
+        move_weights(linears)
+        weights = [linear.weight.detach() for linear in linears]
+        return [Matrix(library, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    rounded = [quantise(linear.weight) for linear in linears]
+    weights = side_by_side([weight for weight, _ in rounded])
+    scales = [scale for _, scale in rounded]
+    return [Matrix(library, *parts) for parts in zip(weights, biases, scales, strict=True)]
+
+
 class Decoder:
     """Layers, cache and rope tables of one model, ready to run; `weight_bytes` is what a forward reads."""
 
-    def __init__(self, library: ctypes.CDLL, parts: DecoderParts, cache: KVCache, rope: Rope, int8: bool) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        parts: DecoderParts,
+        cache: KVCache,
+        rope: Rope,
+        others: Sequence[nn.Linear],
+        int8: bool,
+    ) -> None:
         self.library, self.parts, self.cache, self._rope = library, parts, cache, rope
+        linears = [layer.linears[name] for layer in parts.layers for name in LINEARS]
+        made = matrices(library, [*linears, *others], int8)
+        self.others = made[len(linears) :]
+        """The linears beside the layers: a head, a draft's fc."""
         self._matrices = [
-            {name: Matrix.of(library, linear, int8) for name, linear in layer.linears.items()} for layer in parts.layers
+            dict(zip(LINEARS, made[first : first + len(LINEARS)], strict=True))
+            for first in range(0, len(linears), len(LINEARS))
         ]
         self._norms = [{name: norm.detach().float() for name, norm in layer.norms.items()} for layer in parts.layers]
         self._final_norm = parts.final_norm.detach().float()

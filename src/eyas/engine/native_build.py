@@ -76,4 +76,5 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.eyas_forward.argtypes, library.eyas_forward.restype = [pointer, pointer], None
     library.eyas_multiply.argtypes, library.eyas_multiply.restype = [pointer, pointer, size, pointer, size], None
     library.eyas_norm.argtypes, library.eyas_norm.restype = [pointer, pointer, size, size, number, pointer], None
+    library.eyas_read.argtypes, library.eyas_read.restype = [pointer, size, size], size
     return library

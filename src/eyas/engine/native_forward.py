@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas.engine.cache import KVCache
 from eyas.engine.forward import PREFILL_ROWS
-from eyas.engine.native import Decoder, DecoderParts, LayerParts, Matrix, Rows
+from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows
 from eyas.formats.taps import check_boundaries
 from eyas.models.target import Target
 
@@ -49,8 +49,8 @@ class NativeForward:
         self.target, self.boundaries, self.library = target, tuple(boundaries), library
         self.rows: int | None = None
         self.cache = KVCache(torch.bfloat16 if int8 else target.dtype)
-        self.decoder = Decoder(library, decoder_parts(target), self.cache, self._rope, int8)
-        self.head = Matrix.of(library, target.head, int8)
+        self.decoder = Decoder(library, decoder_parts(target), self.cache, self._rope, [target.head], int8)
+        self.head = self.decoder.others[0]
         self._rows: Rows | None = None
         self._start, self._tree = 0, False
 

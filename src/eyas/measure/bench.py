@@ -72,7 +72,15 @@ def bench(
     prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)
     chosen = choose(load, exact, settings, survival, prompts)
     drafting = settings.drafting.model_copy(update={"num_steps": chosen.num_steps})
-    engine = Engine(chosen.target, chosen.draft, drafting=drafting, draft_dtype=DTYPES.get(settings.draft_precision))
+    int8, draft_int8 = rounded(settings)
+    engine = Engine(
+        chosen.target,
+        chosen.draft,
+        drafting=drafting,
+        draft_dtype=DTYPES.get(settings.draft_precision),
+        int8=int8,
+        draft_int8=draft_int8,
+    )
     padded = warm_up(engine, prompts, settings)
     ways = decode_both(engine, prompts, settings, chosen.num_steps, padded)
     facts, dtype, round_costs = engine.facts, chosen.target.dtype, engine.costs
@@ -98,7 +106,7 @@ def bench(
         "draft_precision": settings.draft_precision,
         "round_costs": asdict(round_costs) if round_costs else None,
         "prompts": settings.prompts,
-        "precision": str(dtype).removeprefix("torch."),
+        "precision": facts.precision,
         "baseline_path": "bucket" if padded else "single rows",
         "engine": asdict(facts),
         "predicted": asdict(chosen.depth) if chosen.depth else None,
@@ -143,7 +151,7 @@ def candidate(
     """Cost and best depth of one precision."""
     target, draft = exact if name == "float32" else load(name)
     assert draft is not None, "rounds of a draft are weighed"
-    costs = measure_costs(target, draft, depths)
+    costs = measure_costs(target, draft, depths, int8=name == "int8", draft_int8=name == "int8")
     rounds = {depth: costs.round(depth) for depth in depths}
     depth = stats.choose_num_steps(survival, costs.plain, rounds)
     say(
@@ -273,8 +281,15 @@ def _identical(
     return same
 
 
+def rounded(settings: BenchSettings) -> tuple[bool, bool]:
+    """Whether target and draft are rounded to int8."""
+    int8 = settings.precision == "int8"
+    return int8, settings.draft_precision == "int8" or (int8 and settings.draft_precision == "target")
+
+
 def _loader(target: TargetSettings, draft: Path | None) -> Callable[[str], Loaded]:
     def load(precision: str) -> Loaded:
+        precision = "bfloat16" if precision == "int8" else precision
         loaded = load_target(target.name, dtype=precision, trust_remote_code=target.trust_remote_code)
         if draft is None:
             return loaded, None
