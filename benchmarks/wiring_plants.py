@@ -90,7 +90,6 @@ VARIANTS: dict[str, Variant] = {
     "weak": Variant({"fc_norm": True}, steps=12, texts=3),
     "pace": Variant(wiring=Wiring(DECLARED, pace=0), only=("llama",)),
     "labels": Variant(wiring=Wiring(DECLARED, hidden=-1, token=-1)),
-    "unscaled": Variant(wiring=Wiring(DECLARED, teacher="unscaled"), only=("granite",)),
 }
 RIGHT_VARIANTS = ("plain", "eagle31", "residual", "whole", "own", "weak")
 
@@ -289,7 +288,7 @@ def faults() -> list[Case]:
         Case("labels shifted twice in training", "token_shift", "labels"),
         Case("teacher stored normed, declared un-normed", "teacher_double_normed", change=normed_teacher),
         Case("teacher stored un-normed, declared normed", "teacher_not_normed", facts={"last_hidden_norm": "after"}),
-        Case("taught without the target's logit scale", "teacher_scale", "unscaled", only=("granite",)),
+        Case("states two rows early", "token_shift", None, hidden=2),
         Case("residual declared after the norm", "residual_norm", declared={"norm_before_residual": True}),
         Case("residual declared before the norm", "residual_norm", "residual", {"norm_before_residual": False}),
         Case("feedback declared after the norm", "feedback_norm", declared={"norm_output": True}),

@@ -234,6 +234,3 @@ def test_every_wiring_has_a_name_of_its_own_a_code_and_a_fix(lab: Lab) -> None:
         tried = wirings(Facts(one, frozenset({"d2t", "t2d"}), 10_000.0, {"rope_type": "llama3", "factor": 8.0}))
         assert len({wiring.name for wiring in tried}) == len(tried)
         assert all(wiring.fix for wiring in tried if wiring.code)
-        assert "teacher_scale" not in {wiring.code for wiring in tried}
-    scaled = wirings(Facts(config, frozenset(), 10_000.0, None, logit_scale=True))
-    assert [wiring.teacher for wiring in scaled if wiring.code == "teacher_scale"] == ["unscaled"]

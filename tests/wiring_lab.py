@@ -172,7 +172,7 @@ def taught_draft(
     steps: int = 250,
     seed: int = 0,
 ) -> Draft:
-    """A draft trained under `wiring` (its shifts, pace and teacher; `config` holds the rest) on `learned` documents."""
+    """A draft trained under `wiring` (its shifts and pace; `config` holds the rest) on `learned` documents."""
     torch.manual_seed(seed)
     draft = Draft(config).train()
     counts_V = torch.bincount(torch.cat([one.ids_T for one in learned]), minlength=config.vocab_size)
@@ -183,7 +183,7 @@ def taught_draft(
             draft.embed_tokens.weight.normal_(0.0, float(target.embedding.std()))
         copy_head(draft, target)
         start_from_last_layer(draft, target)
-    teacher = Teacher(target, target_ids(draft.d2t), "before", scaled=wiring.teacher == "declared")
+    teacher = Teacher(target, target_ids(draft.d2t), "before")
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=1e-4)

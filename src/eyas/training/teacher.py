@@ -19,14 +19,11 @@ class Teacher:
     """The target's final norm and head, whole for the argmax and sliced to the draft vocabulary for the loss.
 
     `last_hidden_norm` says whether the stored states are from `before` or `after` the final norm: they are normed
-    exactly once, by the target's own module. Logits are float32, with the target's scale and soft-cap (not `scaled`:
-    without, as trainers that forget them have it).
+    exactly once, by the target's own module. Logits are float32, with the target's scale and soft-cap.
     """
 
-    def __init__(
-        self, target: Target, ids_D: Tensor, last_hidden_norm: Literal["before", "after"], *, scaled: bool = True
-    ) -> None:
-        self.target, self.last_hidden_norm, self.scaled = target, last_hidden_norm, scaled
+    def __init__(self, target: Target, ids_D: Tensor, last_hidden_norm: Literal["before", "after"]) -> None:
+        self.target, self.last_hidden_norm = target, last_hidden_norm
         head = target.head
         self.weight_DH = head.weight[ids_D].contiguous()
         self.bias_D = None if head.bias is None else head.bias[ids_D]
@@ -41,7 +38,7 @@ class Teacher:
         normed = self.normed(last_hidden_RH).to(dtype)
         bias = None if self.bias_D is None else self.bias_D.to(dtype)
         logits = F.linear(normed, self.weight_DH.to(dtype), bias).float()
-        return (self.target.scaled(logits) if self.scaled else logits).softmax(dim=-1)
+        return self.target.scaled(logits).softmax(dim=-1)
 
     def argmax(self, last_hidden_TH: Tensor) -> Tensor:
         """The target's full-vocabulary argmax after each row [T], ties to the lowest id."""

@@ -136,8 +136,6 @@ def more_hits(trial: Trial, declared: Trial) -> bool:
     """A wiring the draft was made for drafts better too. A weak draft's loss may fall where its drafts get worse."""
     step = trial.wiring.from_step
     accuracy = trial.outcome.accuracy[step]
-    if trial.wiring.teacher != "declared":  # another teacher of the same argmax: the hits are the same
-        return accuracy >= LEARNED
     return accuracy >= LEARNED and accuracy > declared.outcome.accuracy[step]
 
 

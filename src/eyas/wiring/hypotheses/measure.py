@@ -22,7 +22,7 @@ from eyas.training.loss import unroll
 from eyas.training.rows import Rows, supervise
 from eyas.training.teacher import Teacher
 from eyas.wiring.hypotheses.load import Parts
-from eyas.wiring.hypotheses.wirings import Learned, Table, Wiring
+from eyas.wiring.hypotheses.wirings import Table, Wiring
 from eyas.wiring.identify import NORMED
 
 CHUNK = 256
@@ -80,7 +80,7 @@ class Rig:
     argmax_T: Tensor = field(init=False)
     states: list[dict[int, Tensor]] = field(default_factory=list)
     """Per document the boundaries that were computed anew."""
-    taught: dict[tuple[Table, Learned], Taught] = field(default_factory=dict)
+    taught: dict[Table, Taught] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = [len(sample.ids_T) for sample in self.samples]
@@ -121,16 +121,15 @@ class Rig:
         return ids.clamp(0, config.vocab_size - 1)
 
     @torch.no_grad()
-    def teach(self, table: Table, learned: Learned = "declared") -> Taught:
+    def teach(self, table: Table) -> Taught:
         """The teacher over a table, computed once."""
-        if (table, learned) not in self.taught:
-            scaled = learned == "declared"
-            teacher = Teacher(self.target, self.ids_of(table), self.last_hidden_norm, scaled=scaled)
+        if table not in self.taught:
+            teacher = Teacher(self.target, self.ids_of(table), self.last_hidden_norm)
             kept = self.last_TH[self.rows.index[0] + 1]
             probabilities = torch.cat([teacher.probabilities(chunk) for chunk in kept.split(CHUNK)])
             entropy = torch.special.entr(probabilities).sum(dim=-1)
-            self.taught[table, learned] = Taught(probabilities, entropy)
-        return self.taught[table, learned]
+            self.taught[table] = Taught(probabilities, entropy)
+        return self.taught[table]
 
     def draft(self, wiring: Wiring) -> Draft:
         """The draft as this wiring builds it."""
@@ -166,7 +165,7 @@ class Rig:
         ids_T = torch.cat([moved(sample.ids_T.to(torch.int64), wiring.token) for sample in self.samples])
         rows = replace(self.rows, positions_T=self.rows.positions_T + wiring.position)
         hidden = unroll(draft, self.taps_TA(wiring), ids_T, rows, pace=wiring.pace)
-        ids_D, taught = self.ids_of(wiring.table), self.teach(wiring.table, wiring.teacher)
+        ids_D, taught = self.ids_of(wiring.table), self.teach(wiring.table)
         known_V = torch.zeros(self.parts.config.vocab_size, dtype=torch.bool)
         known_V[ids_D] = True
         at_P = self.rows.index[0] + 1

@@ -21,7 +21,6 @@ from eyas.wiring.static_checks import Check
 from eyas.wiring.tap_findings import tap_findings
 
 NAME = "hypotheses"
-LOGIT_SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 PROBE = 256
 """Tokens run through the whole target to name captured taps that are not the declared ones."""
 
@@ -77,7 +76,6 @@ def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
         target_is_here=recompute,
         tied_target=torch.equal(target.head.weight, target.embedding),
         embedding_scale=scaled,
-        logit_scale=any(getattr(target.config, name, None) not in (None, 1.0) for name in LOGIT_SCALES),
     )
 
 

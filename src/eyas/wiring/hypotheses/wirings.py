@@ -18,8 +18,6 @@ Table = Literal["declared", "identity", "absolute", "mask"]
 """Which target id a draft id means: by d2t as stored, itself (no d2t), by d2t read as target ids, by t2d's order."""
 Embedding = Literal["declared", "target", "stored", "scaled"]
 """As declared, the target's, the one among the draft's tensors, or the target's times sqrt(H)."""
-Learned = Literal["declared", "unscaled"]
-"""The teacher's logits with the target's scale and soft-cap, or without."""
 Head = Literal["declared", "target", "embedding"]
 """The draft's own, the target's rows of the draft vocabulary, or the embedding's (`tie_word_embeddings`)."""
 DECLARED = "as declared"
@@ -56,7 +54,6 @@ class Wiring:
     table: Table = "declared"
     embedding: Embedding = "declared"
     head: Head = "declared"
-    teacher: Learned = "declared"
     from_step: int = 0
     """The first step that can tell this wiring from the declared one."""
 
@@ -78,8 +75,6 @@ class Facts:
     """Whether the target's head is its embedding."""
     embedding_scale: bool = False
     """Whether the target multiplies its embeddings (Gemma does, by sqrt(H))."""
-    logit_scale: bool = False
-    """Whether the target scales or soft-caps its logits (Granite, Cohere, Gemma)."""
 
 
 def wirings(facts: Facts) -> list[Wiring]:
@@ -155,10 +150,6 @@ def ends(facts: Facts) -> Iterator[Wiring]:
         yield Wiring("the embedding as head", "tied_head", fix, "draft: lm_head", head="embedding")
     fix = "lm_head = the target's head rows of the draft vocabulary"
     yield Wiring("the target's head", "head_mismatch", fix, "draft: lm_head", head="target")
-    if facts.logit_scale:
-        name = "a teacher without the target's scale"
-        fix = "teach with the target's own logits_scaling, logit_scale and final_logit_softcapping, and train again"
-        yield Wiring(name, "teacher_scale", fix, "draft: training", teacher="unscaled")
 
 
 def ropes(facts: Facts) -> Iterator[Wiring]:
