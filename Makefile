@@ -2,11 +2,11 @@
 # make demo       the whole pipeline on the embedded default target (a quarter of an hour on 2 cores)
 # make test       the test suite (at most ten minutes on 2 cores)
 # make lint       style, types, import contracts
-# make test-lossless   200 prompts, token for token, on the default target (up to 45 minutes)
+# make test-lossless   every precision and way of drafting, token for token, on the default target (in parts: its docstring)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make test-engines   drafts inside a stock vLLM on CPU, in .venv-vllm (ten minutes, 3.5 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
-# make bench-engine bench-train bench-respond bench-capture   figures, as ratios
+# make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3

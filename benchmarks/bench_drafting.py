@@ -49,13 +49,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--target", default="smollm2-135m-instruct-q4")
-    parser.add_argument("--precision", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--precision", default="bfloat16", choices=[*DTYPES, "int8"])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", type=Path, default=Path("bench/out/drafting.json"))
     given = parser.parse_args()
-    target = load_target(given.target, dtype=given.precision)
+    int8 = given.precision == "int8"
+    target = load_target(given.target, dtype="bfloat16" if int8 else given.precision)
     if given.draft:
         draft = load_draft(given.draft, target.embedding, target.dtype)[0]
     else:
@@ -65,7 +66,7 @@ def main() -> None:
     results = {}
     for name in given.ways.split(","):
         drafting = WAYS[name]
-        engine = Engine(target, draft, drafting=drafting, announce=False)
+        engine = Engine(target, draft, drafting=drafting, int8=int8, draft_int8=int8, announce=False)
         pairs: list[tuple[Generation, Generation]] = []
         with Progress(name, len(prompts), "prompts") as bar:
             for index, prompt in enumerate(prompts):

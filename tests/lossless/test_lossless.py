@@ -40,7 +40,7 @@ PROMPTS = int(os.environ.get("EYAS_LOSSLESS_PROMPTS", "12"))
 TOKENS = int(os.environ.get("EYAS_LOSSLESS_TOKENS", "32"))
 PART = os.environ.get("EYAS_LOSSLESS_PART", "1/1")
 NUM_STEPS, TIE, SEEDS = 3, 1e-3, 400
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "int8")
 CHAIN = DraftingSettings(num_steps=NUM_STEPS)
 TREE = DraftingSettings(num_steps=NUM_STEPS, topk=3, num_draft_tokens=8)
 GREEDY, SAMPLED = SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.95, repetition_penalty=1.1)
@@ -69,20 +69,26 @@ class Loaded:
 
     target: Target
     draft: Draft
+    int8: bool
     texts: list[tuple[BenchPrompt, tuple[int, ...]]] = field(default_factory=list)
     """The chain's."""
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    target = load_target(TARGET, dtype=request.param)
+    int8 = request.param == "int8"
+    target = load_target(TARGET, dtype="bfloat16" if int8 else request.param)
     folder = os.environ.get("EYAS_LOSSLESS_DRAFT")
     if folder:
-        return Loaded(target, load_draft(Path(folder), target.embedding, target.dtype)[0])
+        return Loaded(target, load_draft(Path(folder), target.embedding, target.dtype)[0], int8)
     torch.manual_seed(0)
     draft = Draft(draft_config(target, default_boundaries(target.num_hidden_layers), DraftSettings()))
     draft.d2t.zero_()
-    return Loaded(target, draft)
+    return Loaded(target, draft, int8)
+
+
+def engine_of(loaded: Loaded, drafting: DraftingSettings) -> Engine:
+    return Engine(loaded.target, loaded.draft, drafting=drafting, int8=loaded.int8, draft_int8=loaded.int8)
 
 
 def prompts(target: Target, offset: int) -> list[BenchPrompt]:
@@ -95,7 +101,7 @@ def prompts(target: Target, offset: int) -> list[BenchPrompt]:
 @pytest.mark.parametrize("name", WAYS)
 def test_drafted_texts_are_plain_texts(loaded: Loaded, name: str) -> None:
     way = WAYS[name]
-    engine = Engine(loaded.target, loaded.draft, drafting=way.drafting)
+    engine = engine_of(loaded, way.drafting)
     assert engine.facts.lossless
     rounds: list[int] = []
     parted: list[str] = []
@@ -182,7 +188,7 @@ def test_sampled_texts_have_the_histogram_of_plain_ones(loaded: Loaded) -> None:
     """Two samples of SEEDS texts each, of other seeds, one drafted (the greedy text, so that drafts often stand), one
     plain: the tokens at every place are counted and compared by chi-square."""
     ids = loaded.target.tokenizer("The best thing about the sea is")["input_ids"]
-    engine = Engine(loaded.target, loaded.draft, drafting=CHAIN)
+    engine = engine_of(loaded, CHAIN)
     greedy = engine.generate(ids, 5, 0, ignore_eos=True).ids
     engine.proposer = ReplayProposer(greedy, len(ids), loaded.target.vocab_size, lambda i: False, checked=False)
     counts: list[list[Counter[int]]] = [[Counter() for _ in greedy] for _ in range(2)]

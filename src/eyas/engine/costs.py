@@ -120,10 +120,10 @@ def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int
     tree_seconds = _best(lambda depth: verify(trees[depth]), depths) if branched else chain_seconds
 
     def share(seconds: float) -> float:
-        return max(GRAIN, round(seconds / chain_seconds[0] / GRAIN) * GRAIN)
+        return round(max(1, round(seconds / chain_seconds[0] / GRAIN)) * GRAIN, 6)
 
     return RoundCosts(
-        {depth: share(drafting[depth] + tree_seconds[depth]) for depth in depths},
+        {depth: share(drafting[depth] + tree_seconds[depth]) if depth else 1.0 for depth in depths},
         {depth: share(chain_seconds[depth]) for depth in depths},
     )
 

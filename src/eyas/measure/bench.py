@@ -83,10 +83,10 @@ def bench(
     )
     padded = warm_up(engine, prompts, settings)
     ways = decode_both(engine, prompts, settings, chosen.num_steps, padded)
-    facts, dtype, round_costs = engine.facts, chosen.target.dtype, engine.costs
+    facts, round_costs = engine.facts, engine.costs
     known: dict[tuple[str, int], tuple[int, ...]] = {}
     equal_on = [] if settings.simulate else prompts[: settings.equality_limit]
-    if dtype == torch.float32:
+    if facts.precision == "float32":
         known = texts(ways, prompts, settings.repeats, chosen.num_steps, padded)
         if padded and equal_on:
             equal_on = prompts
