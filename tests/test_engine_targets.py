@@ -12,6 +12,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
+    MambaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -96,5 +97,11 @@ def test_attention_the_engine_lacks_is_refused(config: PreTrainedConfig, reason:
 
 def test_a_target_with_layers_of_another_kind_is_refused() -> None:
     config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"])
-    with pytest.raises(InputError, match="scaled dot-product attention"):
-        Engine(target_of(config), kernels="torch", announce=False)
+    with pytest.raises(InputError, match="got 2 in Lfm2ForCausalLM; the others keep a state of their own"):
+        Engine(target_of(config), announce=False)
+
+
+def test_a_target_that_only_keeps_a_state_is_refused() -> None:
+    config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=8)
+    with pytest.raises(InputError, match="got 0 in MambaForCausalLM; the others keep a state of their own"):
+        Engine(target_of(config), announce=False)

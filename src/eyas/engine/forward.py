@@ -51,6 +51,8 @@ class TargetForward:
     def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
         if boundaries:
             check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
+        if getattr(target.config, "num_attention_heads", None) is None:
+            raise no_attention(target, 0)
         register()
         self._own_attention = target.model.config._attn_implementation or "sdpa"
         target.model.set_attn_implementation(ATTENTION)
@@ -147,9 +149,15 @@ class TargetForward:
     def _check_layers(self) -> None:
         """A layer whose attention did not come through the cache (linear attention, a fixed kernel) has no past."""
         if len(self.cache.keys) != self.target.num_hidden_layers:
-            raise InputError(
-                wanted=f"{self.target.num_hidden_layers} layers of scaled dot-product attention",
-                got=f"{len(self.cache.keys)} in {type(self.target.model).__name__}",
-                where="the embedded engine",
-                next="serve this target with --engine sglang or vllm",
-            )
+            raise no_attention(self.target, len(self.cache.keys))
+
+
+def no_attention(target: Target, found: int) -> InputError:
+    """The refusal of a target whose layers do not all attend."""
+    return InputError(
+        wanted=f"{target.num_hidden_layers} layers of scaled dot-product attention",
+        got=f"{found} in {type(target.model).__name__}; the others keep a state of their own, which a rejected token "
+        "would have changed for good",
+        where="the embedded engine",
+        next="serve this target with --engine sglang or vllm",
+    )
