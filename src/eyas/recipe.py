@@ -158,6 +158,13 @@ class TrainSettings(Section):
     """Seed of initialisation and order."""
     save_every: int = Field(default=50, ge=1)
     """Optimiser steps between checkpoints; Ctrl-C saves at once."""
+    evaluate_every: int = Field(default=100, ge=0)
+    """Optimiser steps between measurements of the held-out accept length, and at the end; the best step is the draft
+    handed on. 0 measures nothing: the last step is."""
+    evaluate_samples: int = Field(default=16, ge=1)
+    """Held-out samples measured each time, spread evenly over the split."""
+    patience: int = Field(default=4, ge=0)
+    """Stop when so many measurements in a row are below the best while the loss still falls; 0 never stops."""
     precision: Precision = "auto"
     """Of the matrix products (weights and optimiser are float32); `auto` measures which is faster on this machine."""
 

@@ -22,7 +22,7 @@ from eyas.formats.target_config import read_json
 from eyas.models.draft import Draft
 from eyas.models.foreign import NamedTarget, read_foreign
 from eyas.models.vocab import check_vocab
-from eyas.run import versions, write_atomic
+from eyas.run import is_complete, read_manifest, versions, write_atomic
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -82,7 +82,7 @@ def load_draft(
     foreign: NamedTarget | None = None,
     boundaries: Sequence[int] | None = None,
 ) -> tuple[Draft, DraftInfo]:
-    """The draft in `folder` (or in a draft stage's newest step), in evaluation mode, and its `eyas` block.
+    """The draft in `folder` (or the step a draft stage hands on), in evaluation mode, and its `eyas` block.
 
     Tensor names may be in any writer's spelling (formats/names.py), so an export loads back as well.
 
@@ -91,7 +91,7 @@ def load_draft(
     its layer ids do not say theirs (models/foreign.py). Raises InputError for a missing or truncated file, a config
     without an `eyas` block, and tensors that are missing, unexpected or of another shape.
     """
-    folder = newest_step(folder)
+    folder = chosen_step(folder)
     if foreign is not None and not has_info(folder):
         info, tensors = _load_foreign(folder, foreign, boundaries)
         target_embedding = foreign.embedding if target_embedding is None else target_embedding
@@ -114,7 +114,7 @@ def load_draft(
 
 def has_info(folder: Path) -> bool:
     """Whether Eyas wrote this folder's config.json."""
-    path = newest_step(folder) / CONFIG
+    path = chosen_step(folder) / CONFIG
     return not path.is_file() or isinstance(read_json(path).get("eyas"), dict)
 
 
@@ -140,10 +140,14 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in tensors.items() if twin(canonical_name(name)) is None}
 
 
-def newest_step(folder: Path) -> Path:
-    """`folder` itself where it is a draft; of a training run's folder its newest `step-N`."""
+def chosen_step(folder: Path) -> Path:
+    """`folder` itself where it is a draft; of a training run's folder the step that its manifest hands on, and while it
+    is unfinished its newest `step-N`."""
     if (folder / CONFIG).is_file():
         return folder
+    named = read_manifest(folder).facts.get("draft") if is_complete(folder) else None
+    if named is not None:
+        return folder / named
     steps = [path for path in folder.glob("step-*") if (path / CONFIG).is_file()]
     return max(steps, key=step_number, default=folder)
 
@@ -156,7 +160,7 @@ def step_number(folder: Path) -> int:
 
 def read_info(folder: Path) -> DraftInfo:
     """The `eyas` block of a draft folder, without reading a tensor."""
-    path = newest_step(folder) / CONFIG
+    path = chosen_step(folder) / CONFIG
     next_step = "eyas inspect DRAFT says what the folder is"
     if not path.is_file():
         raise InputError(

@@ -139,17 +139,12 @@ def _stage(path: Path, verify: bool) -> JSON:
     }
     if (path / CONFIG).is_file():
         result |= _model_folder(path) | {"stage": manifest.stage}
-    elif manifest.stage == "draft" and (step := _newest_step(path)) is not None:
+    elif manifest.stage == "draft" and ((step := path / manifest.facts.get("draft", "")) / CONFIG).is_file():
         result |= _model_folder(step) | {"stage": "draft", "path": str(path), "step": step.name}
     if verify:
         result["verified"] = not (broken := verify_files(path))
         result["findings"] = result["findings"] + _dump([_corrupt(path, name) for name in broken], "")
     return result
-
-
-def _newest_step(path: Path) -> Path | None:
-    steps = [step for step in path.glob("step-*") if (step / CONFIG).is_file() and step.name[5:].isdecimal()]
-    return max(steps, key=lambda step: int(step.name[5:]), default=None)
 
 
 def _corrupt(path: Path, name: str) -> Problem:

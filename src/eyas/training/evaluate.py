@@ -81,8 +81,9 @@ def chains(
     truth = torch.cat([argmax_T, following[1:]])
     at_RS = rows_R[:, None] + 1 + torch.arange(steps)
     rows = Rows((0, length), torch.arange(length), (rows_R,) * steps, (torch.arange(len(rows_R)),) * steps)
-    hidden = unroll(draft, sample.taps_TA.float(), path, rows)
-    drafted_RS = torch.stack([draft.target_ids(draft.logits(states).argmax(-1)) for states in hidden], dim=1)
+    device = draft.fc.weight.device
+    hidden = unroll(draft, sample.taps_TA.float().to(device), path.to(device), rows.to(device))
+    drafted_RS = torch.stack([draft.target_ids(draft.logits(states).argmax(-1)) for states in hidden], dim=1).cpu()
     known_RS = at_RS < length + len(after) - 1
     hits_RS = (drafted_RS == truth[at_RS]) & known_RS
     return Chains(
@@ -118,6 +119,45 @@ def continuation(target: Target, ids: list[int], count: int) -> list[int]:
     return ids[len(ids) - count :]
 
 
+EDGES = torch.tensor([256 << power for power in range(16)])
+"""Context lengths at which a bucket of `by_length` begins; the first is what lies below 256."""
+
+
+class ByLength:
+    """Acceptance by how long the context was, in tokens, when a chain was drafted from it."""
+
+    def __init__(self, steps: int) -> None:
+        buckets = len(EDGES) + 1
+        self.rows, self.joint = (torch.zeros(buckets, steps, dtype=torch.int64) for _ in range(2))
+        self.rounds, self.accepted = (torch.zeros(buckets, dtype=torch.int64) for _ in range(2))
+
+    def add(self, found: Chains, rounds: list[int]) -> None:
+        """One sample's chains, and its rounds at the longest chain."""
+        bucket_R = torch.bucketize(found.first + 2 + torch.arange(len(found.hits_RS)), EDGES, right=True)
+        self.rows.index_add_(0, bucket_R, found.inside_RS.long())
+        self.joint.index_add_(0, bucket_R, (found.joint() & found.inside_RS).long())
+        accepted = torch.tensor(rounds, dtype=torch.int64)
+        at = bucket_R[(accepted + 1).cumsum(0) - accepted - 1]
+        self.rounds.index_add_(0, at, torch.ones_like(at))
+        self.accepted.index_add_(0, at, accepted)
+
+    def result(self) -> list[dict[str, Any]]:
+        """The buckets that hold a row, shortest first: `from` tokens up to but not `to`."""
+        return [
+            {
+                "from": 0 if bucket == 0 else int(EDGES[bucket - 1]),
+                "to": int(EDGES[bucket]) if bucket < len(EDGES) else None,
+                "rows": int(self.rows[bucket, 0]),
+                "accept_length": round(1 + sum(_shares(self.joint[bucket], self.rows[bucket])), 6),
+                "rounds": int(self.rounds[bucket]),
+                "accept_length_walk": round(1 + int(self.accepted[bucket]) / int(self.rounds[bucket]), 6)
+                if self.rounds[bucket]
+                else None,
+            }
+            for bucket in self.rows[:, 0].nonzero()[:, 0].tolist()
+        ]
+
+
 class Tally:
     """Sums over samples, and the figures made of them."""
 
@@ -126,6 +166,7 @@ class Tally:
         self.samples = self.tokens = self.off_path = 0
         self.rows, self.hits, self.joint, self.eligible = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
         self.rounds: list[list[int]] = [[] for _ in range(steps)]
+        self.by_length = ByLength(steps)
 
     def add(self, sample: Sample, found: Chains | None, rounds: list[list[int]]) -> None:
         """Add one sample: its chains, and its rounds for chains of 1..steps."""
@@ -142,6 +183,7 @@ class Tally:
         self.off_path += int((~found.onward_RS[:, 0]).sum())
         for all_rounds, some in zip(self.rounds, rounds, strict=True):
             all_rounds.extend(some)
+        self.by_length.add(found, rounds[-1])
 
     def result(self, greedy: bool) -> dict[str, Any]:
         """The figures of docs/commands.md."""
@@ -162,6 +204,7 @@ class Tally:
             "off_path": self.off_path,
             "rounds": len(longest),
             "rows": int(self.rows[0]),
+            "by_length": self.by_length.result(),
             "samples": self.samples,
             "steps": self.steps,
             "tokens": self.tokens,
@@ -188,8 +231,9 @@ def evaluate(
     Per step `accuracy` (hits), `conditional_acceptance` (hits where every earlier step hit), `survival` (joint
     prefixes); `accept_length` = 1 + sum of survival, over rows; `accept_length_walk`, over the engine's rounds
     (`walk_exact` false, and so an estimate, on sampled answers and where the answer left the target's argmax, as often
-    as `off_path` says); `walk_by_steps`, the same for chains of 1, 2, ...; counts. Raises InputError for captures of
-    another target, boundaries, tokenizer or template, and for a split without samples.
+    as `off_path` says); `walk_by_steps`, the same for chains of 1, 2, ...; `by_length`, both by context length; counts.
+    Raises InputError for captures of another target, boundaries, tokenizer or template, and for a split without
+    samples.
     """
     settings, named = settings or EvaluateSettings(), target or TargetSettings()
     manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
@@ -214,19 +258,32 @@ def evaluate(
     return {"split": split, **tally.result(reader.greedy)}
 
 
-def add_sample(tally: Tally, draft: Draft, sample: Sample, teacher: Teacher) -> None:
+@dataclass
+class Truth:
+    """What the target says along one sample: asked once, however many drafts are held against it."""
+
+    argmax_T: Tensor
+    beyond: list[int] | None = None
+    """What follows the token after the answer; None until a chain gets there."""
+
+
+@torch.no_grad()
+def truth_of(sample: Sample, teacher: Teacher) -> Truth:
+    return Truth(teacher.argmax(sample.last_hidden_TH))
+
+
+def add_sample(tally: Tally, draft: Draft, sample: Sample, teacher: Teacher, truth: Truth | None = None) -> None:
     """Chains and rounds of one sample; the target is asked beyond the answer only where a chain gets there."""
-    steps, target = tally.steps, teacher.target
-    with torch.no_grad():
-        argmax_T = teacher.argmax(sample.last_hidden_TH)
-    found = chains(draft, sample, argmax_T, steps)
+    steps = tally.steps
+    truth = truth or truth_of(sample, teacher)
+    found = chains(draft, sample, truth.argmax_T, steps, truth.beyond)
     if found is None:
         tally.add(sample, None, [])
         return
     rounds = [walk(found, depth) for depth in range(1, steps + 1)]
     if any(some is None for some in rounds):
-        beyond = continuation(target, [*sample.ids_T.tolist(), int(argmax_T[-1])], steps)
-        asked = chains(draft, sample, argmax_T, steps, beyond)
+        truth.beyond = continuation(teacher.target, [*sample.ids_T.tolist(), int(truth.argmax_T[-1])], steps)
+        asked = chains(draft, sample, truth.argmax_T, steps, truth.beyond)
         assert asked is not None, "the same sample"
         found, rounds = asked, [walk(asked, depth) for depth in range(1, steps + 1)]
     complete = [some for some in rounds if some is not None]

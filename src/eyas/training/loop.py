@@ -4,10 +4,10 @@ The run is planned from sample lengths alone (which samples in which step), so a
 cursor: a run that was killed goes on to the same weights, bit for bit on a CPU.
 """
 
-import json
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import DraftSettings, TargetSettings, TrainSettings
-from eyas.run import Manifest, disk_error, hash_file, read_manifest, write_atomic
+from eyas.run import Manifest, hash_file, read_manifest
 from eyas.stage import Stage, begin
 from eyas.training.batches import Batches, order, pack
+from eyas.training.heldout import HeldOut
 from eyas.training.initialise import count_tokens, draft_config, new_draft
 from eyas.training.inputs import check_captures
 from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
+from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
 from eyas.training.teacher import Teacher
 from eyas.training.trainer_state import restore, save_step, step_folders, trained
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -113,9 +113,9 @@ def train(
         stage.save(precision=precision(settings))
     dtype = DTYPES[stage.decided["precision"]]
     trainer = prepare(out, loaded, reader, chosen, counts_V, settings, shape, dtype)
-    last = run(trainer, stage)
+    chosen_step, measured = run(trainer, stage, held_out(trainer, reader))
     facts = {
-        "draft": last.name,
+        "draft": chosen_step.name,
         "target": loaded.identity.model_dump(mode="json"),
         "tokenizer_hash": loaded.tokenizer_hash,
         "template_hash": loaded.template_hash,
@@ -123,8 +123,10 @@ def train(
         "tokens": trainer.tokens,
         "steps": trainer.step,
         "precision": stage.decided["precision"],
+        **measured,
     }
-    files = {str(path.relative_to(out)): hash_file(path) for path in (*sorted(last.iterdir()), out / METRICS)}
+    paths = (*sorted(chosen_step.iterdir()), out / METRICS, out / EVENTS)
+    files = {str(path.relative_to(out)): hash_file(path) for path in paths}
     return stage.finish(files=files, facts=facts)
 
 
@@ -171,29 +173,59 @@ def prepare(
     return trainer
 
 
-def run(trainer: Trainer, stage: Stage) -> Path:
-    """Every step that is left, checkpoints among them; the last checkpoint's folder."""
-    out, steps = stage.folder, len(trainer.plan)
-    keep_lines(out / METRICS, trainer.step)
+def held_out(trainer: Trainer, reader: CaptureReader) -> HeldOut | None:
+    """What is measured while training; None where it is switched off or nothing is held out."""
+    settings = trainer.settings
+    if settings.evaluate_every == 0:
+        return None
+    found = HeldOut(reader, trainer.teacher, settings.ttt_length, settings.evaluate_samples)
+    if not found.chosen:
+        say("train: no held-out sample, so accept length is not measured and the last step is the draft")
+        return None
+    return found
+
+
+def run(trainer: Trainer, stage: Stage, heldout: HeldOut | None) -> tuple[Path, dict[str, Any]]:
+    """Every step that is left, checkpoints among them; the folder of the draft handed on, and facts about the choice.
+
+    That draft is the step whose held-out accept length is highest, where it is measured, else the last.
+    """
+    out, steps, settings = stage.folder, len(trainer.plan), trainer.settings
+    lines = Metrics(out, trainer.step)
     total = sum(trainer.lengths[index] for step in trainer.plan for indices in step for index in indices)
 
-    def save() -> Path:
+    def save() -> None:
         stage.save()  # the seconds so far
-        return save_step(out, trainer.draft, trainer.info, trainer.optimiser, trainer.step, trainer.tokens)
+        best = lines.best
+        keep = None if best is None else best["step"]
+        save_step(out, trainer.draft, trainer.info, trainer.optimiser, trainer.step, trainer.tokens, keep)
 
     with Progress("train", total, "tokens", done=trainer.tokens) as bar, stop_requested() as stop:
-        while trainer.step < steps:
+        while trainer.step < steps and not lines.overtrained(settings.patience):
             before = trainer.tokens
             line = trainer.advance()
+            if heldout and (trainer.step % settings.evaluate_every == 0 or trainer.step == steps):
+                line |= heldout.measure(trainer.draft)
             bar.advance(trainer.tokens - before, note=note(line))
-            append_line(out / METRICS, {**line, "tokens_per_s": round(bar.rate, 1)})
-            if trainer.step == steps:
-                break
-            if stop.is_set() or trainer.step % trainer.settings.save_every == 0:
+            lines.append({**line, "tokens_per_s": round(bar.rate, 1), "time": round(time.time(), 3)})
+            if stop.is_set() or trainer.step % settings.save_every == 0 or lines.best is lines.lines[-1]:
                 save()
-            if stop.is_set():
+            if stop.is_set() and trainer.step < steps:
                 raise KeyboardInterrupt(f"stopped at step {trainer.step}; the same command resumes there")
-    return save()
+    if not (out / f"step-{trainer.step}").is_dir():
+        save()
+    return chosen(out, lines, trainer.step, steps)
+
+
+def chosen(out: Path, lines: Metrics, step: int, steps: int) -> tuple[Path, dict[str, Any]]:
+    """The folder of the draft handed on, and why it is that one."""
+    if step < steps:
+        say(f"train: stopped at step {step} of {steps}: the loss falls, the held-out accept length does too")
+    if lines.best is None:
+        return out / f"step-{step}", {"stopped_early": False}
+    best = lines.best
+    say(f"train: the draft is step {best['step']}, held-out accept length {best[HELD_OUT]:.3f}")
+    return out / f"step-{best['step']}", {"stopped_early": step < steps, HELD_OUT: best[HELD_OUT]}
 
 
 def make_optimiser(draft: Draft, settings: TrainSettings) -> torch.optim.Optimizer:
@@ -248,7 +280,8 @@ def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: 
 
 def note(line: dict[str, Any]) -> str:
     accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
-    return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}"
+    held = f", held-out accept length {line[HELD_OUT]:.3f}" if HELD_OUT in line else ""
+    return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}{held}"
 
 
 def not_finite(what: str, value: float, batch: Batch, step: int) -> InputError:
@@ -264,21 +297,6 @@ def not_finite(what: str, value: float, batch: Batch, step: int) -> InputError:
         where="captures" if bad else "train",
         next="capture those samples again" if bad else "--set train.learning_rate lower; the last checkpoint is kept",
     )
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as error:
-        raise disk_error(path, error) from error
-
-
-def keep_lines(path: Path, step: int) -> None:
-    """Drop lines of steps that a resume computes again, and a line cut by a kill."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    write_atomic(path, "".join(lines[:step]))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Checkpoints of training: `step-N/` with the draft, and beside it all that a bit-exact resume needs.
 
-A step folder is written under another name and renamed: it exists, so it is whole. Only the newest two are kept.
+A step folder is written under another name and renamed: it exists, so it is whole. The newest two are kept, and the
+best.
 """
 
 import json
@@ -22,9 +23,15 @@ KEPT = 2
 
 
 def save_step(
-    out: Path, draft: Draft, info: DraftInfo, optimiser: torch.optim.Optimizer, step: int, tokens: int
-) -> Path:
-    """Write `step-N/` whole or not at all, then drop older ones. Raises InputError on a full disk."""
+    out: Path,
+    draft: Draft,
+    info: DraftInfo,
+    optimiser: torch.optim.Optimizer,
+    step: int,
+    tokens: int,
+    keep: int | None = None,
+) -> None:
+    """Write `step-N/` whole or not at all, then drop older ones but step `keep`. Raises InputError on a full disk."""
     final = out / f"step-{step}"
     partial = out / f".step-{step}.partial"
     try:
@@ -39,8 +46,8 @@ def save_step(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for folder in step_folders(out)[:-KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)
-    return final
+        if step_number(folder) != keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def step_folders(out: Path) -> list[Path]:

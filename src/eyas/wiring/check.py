@@ -8,7 +8,7 @@ from eyas.data.shards import CaptureReader, DamagedCaptures
 from eyas.errors import InputError, Unsupported
 from eyas.formats.headers import read_headers
 from eyas.formats.target_config import read_json
-from eyas.models.checkpoint import newest_step
+from eyas.models.checkpoint import chosen_step
 from eyas.models.target import Target
 from eyas.run import read_manifest
 from eyas.wiring.capture_checks import check_data, check_taps, check_teacher, damage_finding
@@ -127,7 +127,7 @@ def require_draft(flag: str, path: Path, *, weights: bool) -> None:
             where=str(path),
             next="eyas check --captures RUN/captures --draft RUN/draft --export RUN/export",
         )
-    folder = newest_step(path)
+    folder = chosen_step(path)
     read_json(folder / "config.json")
     if weights:
         read_headers(folder)

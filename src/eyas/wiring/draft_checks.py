@@ -8,7 +8,7 @@ from torch import nn
 
 from eyas.data.shards import Sample
 from eyas.errors import InputError
-from eyas.models.checkpoint import has_info, load_draft, newest_step
+from eyas.models.checkpoint import chosen_step, has_info, load_draft
 from eyas.models.draft import Draft
 from eyas.models.vocab import check_vocab
 from eyas.wiring.findings import Finding
@@ -70,7 +70,7 @@ def check_vocabulary(given: Given) -> Check:
     """d2t and t2d describe one injective, sorted map into the target's vocabulary that keeps the stop tokens."""
     name = "vocabulary"
     if given.draft_folder is not None:
-        tables = check_tables(newest_step(given.draft_folder))
+        tables = check_tables(chosen_step(given.draft_folder))
         if tables.status == "fail" or given.reference is None:
             return tables
     draft = None if given.draft_folder is None or given.reference is None else given.bare_draft()

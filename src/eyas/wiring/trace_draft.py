@@ -19,7 +19,7 @@ from eyas.data.shards import CaptureReader
 from eyas.engine.cache import KVCache
 from eyas.errors import InputError
 from eyas.formats.trace import Record, Trace
-from eyas.models.checkpoint import has_info, newest_step, read_info
+from eyas.models.checkpoint import chosen_step, has_info, read_info
 from eyas.models.draft import Draft
 from eyas.models.target import Target
 from eyas.wiring.compare import OTHER, SAME, Traced, check_trace, distance, finding_of
@@ -283,7 +283,7 @@ def trace_checks(
     if draft is not None:
         wanted = draft.config.boundaries
     elif folder is not None and has_info(folder):
-        wanted = read_info(newest_step(folder)).draft.boundaries
+        wanted = read_info(chosen_step(folder)).draft.boundaries
     exact = None if draft is None else draft.float()
     checks: list[Check] = []
     for traced in read:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.names import expected_tensors
-from eyas.models.checkpoint import WEIGHTS, canonical_tensors, has_info, load_draft, newest_step, read_info
+from eyas.models.checkpoint import WEIGHTS, canonical_tensors, chosen_step, has_info, load_draft, read_info
 from eyas.models.draft import Draft, llama_config
 from eyas.models.foreign import NamedTarget
 
@@ -37,7 +37,7 @@ class Parts:
 
         A draft that Eyas did not write needs `foreign`, its target, and is loaded as `load_draft` does.
         """
-        folder = newest_step(folder)
+        folder = chosen_step(folder)
         if foreign is not None and not has_info(folder):
             draft, info = load_draft(folder, dtype=torch.float32, foreign=foreign, boundaries=boundaries)
             state = draft.state_dict()

@@ -1,0 +1,42 @@
+"""Held-out accept length while training goes on: a few samples, the target asked about each of them once.
+
+EAGLE-3 over-trains: its loss still falls when what a server accepts does so too. The loss does not tell, this does.
+"""
+
+from typing import Any
+
+from eyas.data.shards import CaptureReader
+from eyas.models.draft import Draft
+from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
+from eyas.training.metrics import HELD_OUT
+from eyas.training.teacher import Teacher
+
+
+class HeldOut:
+    """The samples that are measured: `limit` of the held-out split, spread evenly; chains of `steps`."""
+
+    def __init__(self, reader: CaptureReader, teacher: Teacher, steps: int, limit: int) -> None:
+        self.reader, self.teacher, self.steps = reader, teacher, steps
+        usable = [number for number in reader.of_split("heldout") if _one_answer(reader, number)]
+        count = min(limit, len(usable))
+        self.chosen = [usable[place * len(usable) // count] for place in range(count)]
+        self.truths: dict[int, Truth] = {}
+
+    def measure(self, draft: Draft) -> dict[str, Any]:
+        """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows."""
+        tally = Tally(self.steps)
+        for number in self.chosen:
+            sample = self.reader.read(number)
+            if number not in self.truths:
+                self.truths[number] = truth_of(sample, self.teacher)
+            add_sample(tally, draft, sample, self.teacher, self.truths[number])
+        found = tally.result(self.reader.greedy)
+        kind = "accept_length_walk" if self.reader.greedy else "accept_length"
+        return {HELD_OUT: round(found[kind], 6), "heldout_survival": found["survival"]}
+
+
+def _one_answer(reader: CaptureReader, number: int) -> bool:
+    """Whether a chain can be walked: two answer tokens or more, at the end and nowhere else."""
+    entry, mask_T = reader.samples[number], reader.mask(number)
+    prompt = int((~mask_T).sum())
+    return prompt >= 1 and entry.length - prompt >= 2 and not bool(mask_T[:prompt].any())

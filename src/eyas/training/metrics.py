@@ -1,0 +1,69 @@
+"""`metrics.jsonl`, one line an optimiser step: the source of curves, of the best step, and of when to stop.
+
+TensorBoard's file beside it (`tensorboard --logdir DRAFT`) is made of the same lines. A resume drops the lines of steps
+that it computes again, and a line cut by a kill.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eyas.formats.events import first_record, scalars_record
+from eyas.run import disk_error, write_atomic
+
+METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.eyas"
+HELD_OUT = "heldout_accept_length"
+Line = dict[str, Any]
+
+
+class Metrics:
+    """The lines of the run in `folder`, up to `step`, and those that follow."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path, self.events = folder / METRICS, folder / EVENTS
+        folder.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_text().splitlines(keepends=True)[:step] if self.path.is_file() else []
+        self.lines: list[Line] = [json.loads(line) for line in text]
+        write_atomic(self.path, "".join(text))
+        begun = self.lines[0].get("time", 0.0) if self.lines else 0.0
+        write_atomic(self.events, first_record(begun) + b"".join(map(scalars_record, self.lines)))
+
+    def append(self, line: Line) -> None:
+        """Raises InputError on a full disk."""
+        self.lines.append(line)
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            with self.events.open("ab") as file:
+                file.write(scalars_record(line))
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+
+    @property
+    def measured(self) -> list[Line]:
+        """The lines with a held-out accept length."""
+        return [line for line in self.lines if HELD_OUT in line]
+
+    @property
+    def best(self) -> Line | None:
+        """The line of the highest held-out accept length, the later of equals."""
+        return max(self.measured, key=lambda line: (line[HELD_OUT], line["step"]), default=None)
+
+    def overtrained(self, patience: int) -> bool:
+        """Whether the last `patience` measurements (0: never) are below the best while the loss is below its own.
+
+        Losses are means over the steps since the measurement before. A loss that rises too is no over-training.
+        """
+        measured, best = self.measured, self.best
+        if best is None or patience == 0:
+            return False
+        place = measured.index(best)
+        if len(measured) - 1 - place < patience:
+            return False
+        before = measured[place - 1]["step"] if place else 0
+        recent = measured[-patience - 1]["step"]
+        return self._loss(recent, measured[-1]["step"]) < self._loss(before, best["step"])
+
+    def _loss(self, after: int, to: int) -> float:
+        losses = [line["loss"] for line in self.lines if after < line["step"] <= to]
+        return sum(losses) / len(losses)
