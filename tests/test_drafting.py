@@ -56,9 +56,13 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-def engine_of(target: Target, drafting: DraftingSettings, draft: Draft | None = None) -> Engine:
+def engine_of(
+    target: Target, drafting: DraftingSettings, draft: Draft | None = None, kernels: str = "torch", int8: bool = False
+) -> Engine:
     draft = draft or random_draft(target)
-    return Engine(target, draft, drafting=drafting, kernels="torch", announce=False, costs=COSTS)
+    return Engine(
+        target, draft, drafting=drafting, kernels=kernels, int8=int8, draft_int8=int8, announce=False, costs=COSTS
+    )
 
 
 # Trees
@@ -153,11 +157,16 @@ def test_a_draft_stops_where_it_is_unsure(target32: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "way"),
-    [*(("float32", way) for way in WAYS), *(("bfloat16", way) for way in ("chain", "tree", "all"))],
+    ("kernels", "precision", "way"),
+    [("torch", "float32", way) for way in WAYS]
+    + [("torch", "bfloat16", way) for way in ("chain", "tree")]
+    + [("torch", "int8", "all")]
+    + [("auto", precision, way) for precision in ("float32", "bfloat16", "int8") for way in ("tree", "all")],
 )
-def test_no_way_of_drafting_changes_a_token(folder: Path, precision: str, way: str) -> None:
-    engine = engine_of(load_target(str(folder), dtype=precision), WAYS[way])
+def test_no_way_of_drafting_changes_a_token(folder: Path, kernels: str, precision: str, way: str) -> None:
+    int8 = precision == "int8"
+    target = load_target(str(folder), dtype="bfloat16" if int8 else precision)
+    engine = engine_of(target, WAYS[way], kernels=kernels, int8=int8)
     assert engine.facts.lossless
     for prompt in prompts(3)[1:]:
         for sampling in (SamplingSettings(), SAMPLED):
@@ -195,10 +204,11 @@ def test_a_path_beside_the_first_branch_is_kept_right(target: Target, period: in
             assert torch.equal(engine.forward.cache.keys[layer][:, :, :rows], before[layer])
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("way", ["tree", "adaptive", "all"])
-def test_the_draft_cache_is_that_of_a_fresh_prefill(target32: Target, way: str) -> None:
+def test_the_draft_cache_is_that_of_a_fresh_prefill(target32: Target, way: str, kernels: str) -> None:
     draft, prompt = random_draft(target32), prompts(8)[6]
-    engine = engine_of(target32, WAYS[way], draft)
+    engine = engine_of(target32, WAYS[way], draft, kernels)
     text = engine.generate(prompt, 40, 3, ignore_eos=True).ids
     proposer = engine.proposer
     if isinstance(proposer, AdaptiveProposer):
