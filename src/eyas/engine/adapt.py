@@ -111,6 +111,14 @@ class AdaptiveProposer:
         self.arms: dict[str, Arm] = {}
         self._running: tuple[Arm, int] | None = None
 
+    def fork(self) -> "AdaptiveProposer":
+        """What is learnt by one is known to all."""
+        draft = None if self.draft is None else self.draft.fork()
+        ngram = None if self.ngram is None else self.ngram.fork()
+        forked = AdaptiveProposer(draft, ngram, self.costs, self.fixed)
+        forked.arms = self.arms
+        return forked
+
     def reserve(self, rows: int) -> None:
         for source in self.sources:
             source.reserve(rows)

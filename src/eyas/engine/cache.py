@@ -98,6 +98,16 @@ class KVCache:
             self.keys, self.values = {}, {}
             self._columns = torch.arange(self.capacity, device=self.device)
 
+    def copy(self, other: "KVCache", rows: int) -> None:
+        """Take over the first `rows` rows of another text's cache of the same model."""
+        assert rows <= min(self.capacity, other.capacity), "reserve() rows before copying"
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, buffer in theirs.items():
+                if layer not in mine:
+                    shape = (*buffer.shape[:2], self.capacity, buffer.shape[3])
+                    mine[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                mine[layer][:, :, :rows] = buffer[:, :, :rows]
+
     def begin(self, start: int, rows: int, *, by_position: bool = True) -> None:
         """Plan a forward over `rows` rows at positions start, start + 1, ...
 

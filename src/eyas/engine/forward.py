@@ -70,12 +70,17 @@ class TargetForward:
             hook.remove()
         self.target.model.set_attn_implementation(self._own_attention)
 
-    def prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A]."""
+    def prefill(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A].
+
+        `start`, a multiple of PREFILL_ROWS: how many of its rows are there already, in chunks as here; none of them are
+        in the taps. A prompt in parts has the bits of the whole.
+        """
+        assert start % PREFILL_ROWS == 0, "a prompt is taken in whole chunks"
         taps = []
         last = None
-        for start in range(0, len(ids), PREFILL_ROWS):
-            last = self._forward(ids[start : start + PREFILL_ROWS], start, by_position=False)
+        for first in range(start, len(ids), PREFILL_ROWS):
+            last = self._forward(ids[first : first + PREFILL_ROWS], first, by_position=False)
             if self.boundaries:
                 taps.append(self.taps())
         assert last is not None, "a prompt has at least one token"

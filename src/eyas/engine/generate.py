@@ -7,6 +7,7 @@ have the same bits in both and so has the text (docs/engine.md).
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,15 @@ from eyas.progress import say
 from eyas.settings import DraftingSettings, SamplingSettings
 
 GREEDY = SamplingSettings()
+
+
+class Verified(Protocol):
+    """The rows of one text in a verify forward."""
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Rows `path` stand."""
+
+    def taps(self, path: Sequence[int] | None = None) -> Tensor: ...
 
 
 class Engine:
@@ -134,11 +144,28 @@ class Engine:
         sampling: SamplingSettings = GREEDY,
     ) -> Text:
         """Prefill, and the first token. What is raised is generate's."""
+        text = self.prepare(prompt_ids, max_new_tokens, num_steps, ignore_eos, sampling)
+        if self.trace is not None:
+            self.trace.begin()
+        self._reserve(self.rows_of(text))
+        state, taps = self.forward.prefill(text.prompt)
+        self.first(text, self.forward.logits(state), taps)
+        return text
+
+    def prepare(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        num_steps: int = 0,
+        ignore_eos: bool = False,
+        sampling: SamplingSettings = GREEDY,
+    ) -> Text:
+        """A text that nothing was computed for yet. What is raised is generate's."""
         self._check(prompt_ids, max_new_tokens, num_steps)
         left = self.target.context_length - len(prompt_ids)
         simulate = self.drafting.simulate if num_steps else None
         sampler = Sampler(sampling, prompt_ids, self.target.vocab_size)
-        text = Text(
+        return Text(
             prompt=tuple(prompt_ids),
             limit=min(max_new_tokens, left),
             end="length" if max_new_tokens <= left else "context",
@@ -148,43 +175,54 @@ class Engine:
             num_steps=num_steps,
             clock=[time.perf_counter()],
         )
-        if self.trace is not None:
-            self.trace.begin()
-        self._reserve(len(prompt_ids) + text.limit + self.rows)
-        state, taps = self.forward.prefill(text.prompt)
-        walk = text.judge.walk(Tree(), self.forward.logits(state)[-1:])
-        text.take(cut(walk, text.stop_ids, text.limit))
+
+    def rows_of(self, text: Text) -> int:
+        """Cache rows that `text` may need: prompt, all it may become, and a round."""
+        return len(text.prompt) + text.limit + self.rows
+
+    @torch.inference_mode()
+    def first(self, text: Text, logits_RV: Tensor, taps: Tensor | None) -> Verdict:
+        """The prefill's own token, from the logits of the prompt's last row; `taps` [1, T, A] of the whole prompt."""
+        verdict = cut(text.judge.walk(Tree(), logits_RV[-1:]), text.stop_ids, text.limit)
+        text.take(verdict)
         text.clock += [time.perf_counter()] * 2
         if text.proposer is not None and text.finish is None:
             text.proposer.begin()
             self._observe(text.proposer, taps, [*text.prompt[1:], text.last], 0)
-        return text
+        return verdict
 
     @torch.inference_mode()
     def round(self, text: Text) -> Verdict:
         """One forward of the target takes `text` further by one token or more."""
-        proposer, spans = text.proposer, self.spans
-        spans.start()
-        tree = Tree() if proposer is None else proposer.propose(text.num_steps)
-        spans.lap("draft")
+        self.spans.start()
+        tree = self.draft(text)
+        self.spans.lap("draft")
         states = self.forward.verify([text.last, *tree.tokens], text.position, tree.row_parents)
         logits_RV = self.forward.logits(states)
-        spans.lap("verify")
+        self.spans.lap("verify")
+        return self.decide(text, tree, logits_RV, self.forward)
+
+    def draft(self, text: Text) -> Tree:
+        """What the next round of `text` verifies; an empty tree is a plain step."""
+        return Tree() if text.proposer is None else text.proposer.propose(text.num_steps)
+
+    def decide(self, text: Text, tree: Tree, logits_RV: Tensor, verified: Verified) -> Verdict:
+        """`text` takes what the target's logits of its last token and of `tree` say; rows that stand are kept."""
         walk = text.judge.walk(tree, logits_RV)
         verdict = cut(walk, text.stop_ids, text.limit - len(text.ids))
-        spans.lap("sampling")
+        self.spans.lap("sampling")
         if self.trace is not None:
             self.trace.judged(tree, walk, text.position)
-        if proposer is not None and verdict.finish is None:
-            self.forward.keep(walk.rows)
-            taps = self.forward.taps(walk.rows) if self.forward.boundaries else None
-            self._observe(proposer, taps, walk.tokens, text.position)
-        spans.lap("cache")
+        if text.proposer is not None and verdict.finish is None:
+            verified.keep(walk.rows)
+            taps = verified.taps(walk.rows) if self.forward.boundaries else None
+            self._observe(text.proposer, taps, walk.tokens, text.position)
+        self.spans.lap("cache")
         text.take(verdict)
         text.rounds.append(verdict)
         text.depths.append(tree.depth)
         text.clock[-1] = time.perf_counter()
-        spans.lap("host")
+        self.spans.lap("host")
         return verdict
 
     def _observe(self, proposer: Proposer, taps: Tensor | None, ids: Sequence[int], start: int) -> None:

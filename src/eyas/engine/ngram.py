@@ -14,10 +14,14 @@ class NgramProposer:
     """Looks for the longest suffix of the text, of at most `longest` tokens, that occurred before."""
 
     def __init__(self, longest: int) -> None:
+        self.longest = longest
         self.lengths = range(max(1, longest), min(SHORTEST, longest) - 1, -1)
         self.ids: list[int] = []
         self.match = 0
         self._ends: dict[tuple[int, ...], int] = {}
+
+    def fork(self) -> "NgramProposer":
+        return NgramProposer(self.longest)
 
     def reserve(self, rows: int) -> None:
         """It keeps no rows."""

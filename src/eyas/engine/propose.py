@@ -28,6 +28,10 @@ MOST_STEPS = 64
 class Proposer(Protocol):
     """What the engine asks of anything that drafts for it, one text at a time."""
 
+    def fork(self) -> "Proposer":
+        """A proposer for a text beside this one's: the same weights and experience, rows of its own."""
+        ...
+
     def reserve(self, rows: int) -> None:
         """Make room for a text of `rows` tokens."""
 
@@ -70,6 +74,9 @@ class DraftProposer:
     def settle(self, most: int, kernels: str = "auto") -> list[nn.Linear]:
         """Choose kernels for 1..`most` rows of the draft, and return the linears that were exchanged."""
         return self.forward.settle(most, kernels)
+
+    def fork(self) -> "DraftProposer":
+        return DraftProposer(self.draft, self.drafting)
 
     def reserve(self, rows: int) -> None:
         self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))

@@ -1,0 +1,1 @@
+"""The embedded engine as an OpenAI-compatible server: `python -m eyas.engine.server`."""

@@ -1,0 +1,146 @@
+"""`python -m eyas.engine.server`: load, warm up, serve until told to stop."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Generator, Sequence
+
+import uvicorn
+
+from eyas.engine.batching import Scheduler
+from eyas.engine.generate import Engine
+from eyas.engine.server.app import make_app
+from eyas.engine.server.arguments import parse
+from eyas.engine.server.service import Limits, Service
+from eyas.engine.server.start import free_rows, load, warm_up
+from eyas.engine.server.worker import Worker
+from eyas.errors import EyasError
+from eyas.launch.own_lines import failed_line, phase_line, ready_line, stopped_line
+from eyas.progress import say
+
+KEEP_ALIVE_S = 75
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would end the process by the signal and not with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse(words)
+    say(phase_line("args"))
+    try:
+        return run(arguments)
+    except EyasError as error:
+        say(failed_line(error.code or "unexplained", f"wanted {error.wanted}; got {error.got}; next: {error.next}"))
+        return 1
+
+
+def run(arguments: Namespace) -> int:
+    """Load, then serve. Raises EyasError for what cannot be loaded."""
+    try:
+        listener = bind(arguments.host, arguments.port)
+    except OSError as error:
+        say(failed_line("port_busy", f"{arguments.host}:{arguments.port}: {error.strerror}"))
+        return 1
+    with listener:
+        engine = load(arguments)
+        say(phase_line("kv_cache"))
+        rows = arguments.cache_rows or free_rows(engine)
+        scheduler = Scheduler(engine, cache_rows=rows, most=arguments.max_running)
+        say(f"engine: {rows} cache rows, {arguments.max_running} texts at a time")
+        say(phase_line("warmup"))
+        warm_up(scheduler)
+        why = asyncio.run(serve(arguments, engine, scheduler, listener))
+        engine.close()
+    if why is None:
+        return 0
+    say(failed_line("unexplained", why))
+    return 1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has its port and does not listen yet: who connects is refused until the start is complete."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def serve(arguments: Namespace, engine: Engine, scheduler: Scheduler, listener: socket.socket) -> str | None:
+    """Serve until a signal, or until the engine fails: then why."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = loop.create_future()
+
+    def failed(error: str) -> None:
+        loop.call_soon_threadsafe(_end, ended, f"failed: {error}")
+
+    worker = Worker(scheduler, failed)
+    service = make_service(arguments, engine, worker)
+    worker.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _end, ended, signal.Signals(number).name)
+    say(phase_line("http"))
+    config = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(arguments.grace_s)),
+    )
+    server = Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    say(ready_line(f"http://{host_words(arguments.host)}:{arguments.port}"))
+    why = await ended
+    service.closing = True
+    say(stopped_line(why) if worker.failure is None else why)
+    server.should_exit = True
+    await serving
+    service.close()
+    return worker.failure
+
+
+def make_service(arguments: Namespace, engine: Engine, worker: Worker) -> Service:
+    limits = Limits(
+        body_bytes=arguments.max_body,
+        output_tokens=arguments.max_output,
+        waiting=arguments.max_waiting,
+        running=arguments.max_running,
+    )
+    return Service(
+        target=engine.target,
+        name=arguments.served_model_name or arguments.target,
+        worker=worker,
+        limits=limits,
+        num_steps=engine.num_steps if engine.proposer is not None else 0,
+        context=arguments.max_model_len,
+        api_key=arguments.api_key or None,
+    )
+
+
+def host_words(host: str) -> str:
+    """As it stands in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _end(ended: asyncio.Future[str], why: str) -> None:
+    if not ended.done():
+        ended.set_result(why)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""From the command line to an engine that has answered once."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from eyas.engine.batching import End, Job, Outcome, Scheduler
+from eyas.engine.generate import Engine
+from eyas.engine.logprobs import TokenLogprob
+from eyas.engine.verify import Verdict
+from eyas.errors import InputError
+from eyas.launch.own_lines import phase_line
+from eyas.models.checkpoint import has_info, load_draft
+from eyas.models.draft import Draft
+from eyas.models.foreign import name_target
+from eyas.models.target import Target, load_target
+from eyas.progress import say
+from eyas.settings import DraftingSettings
+
+MEMORY_SHARE = 0.5
+"""Of the memory that is free once the weights are loaded, for the cache."""
+MOST_ROWS = 2**18
+WARM_UP_TOKENS = 8
+
+
+def load(arguments: Namespace) -> Engine:
+    """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
+    say(phase_line("weights"))
+    target = load_target(arguments.target, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+    draft = None
+    if arguments.draft is not None:
+        say(phase_line("draft_weights"))
+        draft = load_its_draft(arguments, target)
+    say(phase_line("compile"))
+    return Engine(target, draft, drafting=drafting_of(arguments))
+
+
+def load_its_draft(arguments: Namespace, target: Target) -> Draft:
+    """Raises InputError for another target's draft."""
+    folder = Path(arguments.draft).expanduser()
+    foreign = None if has_info(folder) else name_target(arguments.target, arguments.trust_remote_code)
+    draft, info = load_draft(folder, target.embedding, target.dtype, foreign)
+    if info.target.weights_hash != target.identity.weights_hash:
+        raise InputError(
+            wanted=f"a draft of {target.identity.name}",
+            got=f"one of {info.target.name}, whose weights differ",
+            where=str(folder),
+            next="give --target, the draft's own",
+            code="target_revision",
+        )
+    return draft
+
+
+def drafting_of(arguments: Namespace) -> DraftingSettings:
+    """An adaptive depth, unless asked otherwise: throughput never below plain decoding's."""
+    drafts = arguments.draft is not None or arguments.ngram > 0
+    return DraftingSettings(
+        num_steps=arguments.num_steps if drafts else 1,
+        topk=arguments.topk,
+        num_draft_tokens=arguments.num_draft_tokens,
+        stop_below=arguments.stop_below,
+        ngram=arguments.ngram,
+        adaptive=drafts and not arguments.fixed_depth,
+    )
+
+
+def free_rows(engine: Engine) -> int:
+    """Cache rows that a share of the free memory holds, whole length blocks, at least one."""
+    cache, block = engine.forward.cache, engine.forward.cache.block
+    buffers = (*cache.keys.values(), *cache.values.values())
+    assert buffers, "the self-test filled a cache"
+    row_bytes = sum(buffer.nbytes for buffer in buffers) / cache.capacity
+    device = engine.target.model.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return max(1, min(MOST_ROWS, int(free * MEMORY_SHARE / row_bytes)) // block) * block
+
+
+class _Silent:
+    """A reader that asks for nothing."""
+
+    def tokens(self, verdict: Verdict, notes: Sequence[TokenLogprob]) -> bool:
+        return False
+
+    def ended(self, end: End, outcome: Outcome | None, error: str | None) -> None:
+        assert end == "done", f"the warm-up {end}: {error}"
+
+
+def warm_up(scheduler: Scheduler) -> None:
+    """A few tokens by every way, so that the first request finds everything warm; nothing of it is counted."""
+    engine, size = scheduler.engine, scheduler.engine.target.vocab_size
+    prompt = tuple(torch.randint(size, (16,), generator=torch.Generator().manual_seed(0)).tolist())
+    for num_steps in {0, engine.num_steps if engine.proposer is not None else 0}:
+        scheduler.submit(Job(prompt, WARM_UP_TOKENS, _Silent(), num_steps, ignore_eos=True))
+    while not scheduler.idle:
+        scheduler.step()
+    scheduler.forget()

@@ -1,0 +1,76 @@
+"""The thread that owns the engine: jobs and cancellations go in by a queue, what became of them comes out by a reader.
+
+The event loop never computes and this thread never waits for a client.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from eyas.engine.batching import Job, Scheduler
+from eyas.progress import say
+
+MakeScheduler = Callable[[], Scheduler]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`job` None: stop."""
+
+    job: Job | None
+    cancel: bool = False
+
+
+class Worker:
+    """Runs a scheduler until it is stopped, or until it fails: then `failure` says why and everyone is told."""
+
+    def __init__(self, scheduler: Scheduler, on_failure: Callable[[str], None] = lambda error: None) -> None:
+        self.scheduler, self.on_failure = scheduler, on_failure
+        self.failure: str | None = None
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.failure is None
+
+    def submit(self, job: Job) -> None:
+        self._commands.put(Command(job))
+
+    def cancel(self, job: Job) -> None:
+        self._commands.put(Command(job, cancel=True))
+
+    def stop(self) -> None:
+        """Cancel what is left and end the thread; returns when it has ended."""
+        self._commands.put(Command(None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self.scheduler.step()
+        except Exception as error:  # noqa: BLE001 - whatever it is, every client must hear of it and the process must end
+            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            say(traceback.format_exc())
+            self.scheduler.fail(self.failure)
+            self.on_failure(self.failure)
+
+    def _take(self) -> bool:
+        """Do what is asked, waiting only where there is nothing to compute. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=self.scheduler.idle)
+            except Empty:
+                return True
+            if command.job is None:
+                self.scheduler.fail("the server is stopping")
+                return False
+            if command.cancel:
+                self.scheduler.cancel(command.job)
+            else:
+                self.scheduler.submit(command.job)
