@@ -129,7 +129,7 @@ class Scheduler:
     def __init__(self, engine: Engine, *, cache_rows: int, most: int = 16) -> None:
         self.engine, self.most = engine, most
         target = engine.target
-        self.pool = CachePool(cache_rows, PREFILL_ROWS, target.dtype, target.model.device)
+        self.pool = CachePool(cache_rows, PREFILL_ROWS, engine.forward.cache.dtype, target.model.device)
         self.waiting: deque[Job] = deque()
         self.seats: list[Seat] = []
         self.totals = Totals()

@@ -7,6 +7,7 @@ Shapes: R rows, A width of the taps, H hidden, D draft vocabulary.
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from eyas.engine.cache import KVCache, depths
 from eyas.engine.forward import Forward
 from eyas.engine.linear import fastest_kernels, install, install_int8
-from eyas.engine.native import Decoder, DecoderParts, LayerParts
+from eyas.engine.native import Decoder, DecoderParts, LayerParts, TextRows
 from eyas.engine.native_forward import STATIC_ROPE, NativeForward
 from eyas.models.draft import Draft
 
@@ -27,6 +28,10 @@ class DraftForward(Protocol):
     cache: KVCache
     positions: list[int]
     """Rotary positions of the latest forward's rows."""
+
+    def fork(self) -> "DraftForward":
+        """The same weights over a cache of its own."""
+        ...
 
     def settle(self, most: int, kernels: str) -> list[nn.Linear]:
         """Choose kernels for 1..`most` rows; the linears that were exchanged."""
@@ -60,6 +65,9 @@ class PlainDraft:
         self.draft, self.int8 = draft, int8
         self.cache = KVCache(draft.fc.weight.dtype, draft.fc.weight.device)
         self.positions: list[int] = []
+
+    def fork(self) -> "PlainDraft":
+        return PlainDraft(self.draft, int8=self.int8)
 
     def settle(self, most: int, kernels: str) -> list[nn.Linear]:
         """Its rows need no fixed bits, so each row count takes its own fastest."""
@@ -108,8 +116,13 @@ class NativeDraft:
         self.cache = KVCache(torch.bfloat16 if int8 else draft.fc.weight.dtype)
         self.positions: list[int] = []
         others = [draft.lm_head, draft.fc]
-        self.decoder = Decoder(library, draft_parts(draft), self.cache, self._rope, others, int8)
+        self.decoder = Decoder(library, draft_parts(draft), self.cache.dtype, self._rope, others, int8)
         self.head, self.fc = self.decoder.others
+
+    def fork(self) -> "NativeDraft":
+        forked = copy(self)
+        forked.cache, forked.positions = KVCache(self.cache.dtype), []
+        return forked
 
     @property
     def weight_bytes(self) -> int:
@@ -127,11 +140,11 @@ class NativeDraft:
 
     def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
         self.positions = list(range(start, start + len(ids)))
-        return self.decoder.run(ids, start, state=state_1RH, prompt=len(ids) > PROMPT_ROWS).last
+        return self.decoder.run([TextRows(self.cache, ids, start)], state_1RH, prompt=len(ids) > PROMPT_ROWS).last
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
         self.positions = [start + depth for depth in depths(parents)[-len(ids) :]]
-        return self.decoder.run(ids, start, parents, state_1RH).last
+        return self.decoder.run([TextRows(self.cache, ids, start, parents)], state_1RH).last
 
     def logits(self, hidden_1RH: Tensor) -> Tensor:
         return self.head(self.decoder.norm(hidden_1RH))

@@ -114,7 +114,6 @@ struct Matrix {
 struct Layer {
     Matrix q, k, v, o, gate, up, down;
     const float *input_norm, *hidden_norm, *post_norm, *q_norm, *k_norm;  // null where there is none
-    void *keys, *values;                                                 // [K, S, E]
     int64_t window;                                                      // 0: none
 };
 
@@ -123,14 +122,21 @@ struct Model {
     int64_t count, hidden, heads, kv_heads, width, inner;
     Matrix embedding;
     const float *final_norm, *cos, *sin;  // rope tables [positions, E]
-    int64_t slots, cache_kind, norm_before_residual;
+    int64_t cache_kind, norm_before_residual;
     float eps, scale;
 };
 
+// One text's rows in a forward, which begin at `row`, and its cache.
+struct Text {
+    void *const *keys, *const *values;  // [K, S, E] a layer
+    const int64_t* followed;  // [rows, depths]: a row's token at position base + d lies in slot base + followed[., d]; null: d
+    int64_t slots, base, first, depths, row;  // its i-th row lies in slot base + first + i
+};
+
 struct Step {
-    const int64_t *ids, *positions;
-    const int64_t* followed;  // [R, depths]: row r's token at position base + d lies in slot base + followed[r, d]; null: d
-    int64_t rows, base, first, depths;  // row i of this forward lies in slot base + first + i
+    const int64_t *ids, *positions, *owner;  // owner: which of `texts` a row belongs to
+    const Text* texts;
+    int64_t rows, slots;                // slots: the most of any text
     const float* state;                 // [R, H]: a draft's fed states; null for a target
     float *last, *normed;               // [R, H] each: the last layer's output, and its final norm (may be null)
     const int64_t* boundaries;          // `taps` of them, ascending
@@ -301,20 +307,27 @@ void rope(const float* x, const float* cos, const float* sin, int64_t width, C* 
 template <class C>
 struct Attention {
     const Model& m;
-    const Layer& layer;
     const Step& step;
+    const Text& text;
+    const Layer& layer;
+    C *keys, *values;
+
+    Attention(const Model& m, const Step& s, int64_t index, int64_t row)
+        : m(m), step(s), text(s.texts[s.owner[row]]), layer(m.layers[index]), keys((C*)text.keys[index]),
+          values((C*)text.values[index]) {}
 
     int64_t slot(int64_t row, int64_t position) const {
-        int64_t depth = position - step.base;
-        if (depth < 0 || !step.followed) return position;
-        return step.base + step.followed[row * step.depths + depth];
+        int64_t depth = position - text.base;
+        if (depth < 0 || !text.followed) return position;
+        return text.base + text.followed[(row - text.row) * text.depths + depth];
     }
 
     void remember(int64_t row, int64_t head, float* key, const float* value) const {
-        int64_t place = (head * m.slots + step.base + step.first + row) * m.width, at = step.positions[row] * m.width;
+        int64_t slot = head * text.slots + text.base + text.first + row - text.row;
+        int64_t place = slot * m.width, at = step.positions[row] * m.width;
         if (layer.k_norm) rms_norm(key, layer.k_norm, m.width, m.eps, key);
-        rope(key, m.cos + at, m.sin + at, m.width, (C*)layer.keys + place);
-        for (int64_t e = 0; e < m.width; e++) put(((C*)layer.values)[place + e], value[e]);
+        rope(key, m.cos + at, m.sin + at, m.width, keys + place);
+        for (int64_t e = 0; e < m.width; e++) put(values[place + e], value[e]);
     }
 
     // The context of one head of one row; `scores` has room for its positions and a vector more.
@@ -322,8 +335,8 @@ struct Attention {
         int64_t position = step.positions[row], width = m.width;
         if (layer.q_norm) rms_norm(query, layer.q_norm, width, m.eps, query);
         rope(query, m.cos + position * width, m.sin + position * width, width, query);
-        const C* keys = (const C*)layer.keys + head / (m.heads / m.kv_heads) * m.slots * width;
-        const C* values = (const C*)layer.values + head / (m.heads / m.kv_heads) * m.slots * width;
+        int64_t group = head / (m.heads / m.kv_heads) * text.slots * width;
+        const C *keys = this->keys + group, *values = this->values + group;
         int64_t from = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
         int64_t count = position + 1 - from;
         for (int64_t j = from; j <= position; j++) {
@@ -388,7 +401,7 @@ struct Buffers {
     float *x, *query, *key, *value, *context, *gate, *up, *normed, *scores, *widened;
     int64_t size;
 
-    Buffers(const Model& m, int64_t rows, int64_t threads, int64_t thread, float* scratch) {
+    Buffers(const Model& m, int64_t rows, int64_t slots, int64_t threads, int64_t thread, float* scratch) {
         float* next = scratch;
         auto take = [&](int64_t floats) {
             float* taken = next;
@@ -402,7 +415,7 @@ struct Buffers {
         context = take(rows * m.heads * m.width);
         gate = take(rows * m.inner);
         up = take(rows * m.inner);
-        int64_t own = rows * 2 * m.hidden + 16, scored = m.slots + 2 * L;
+        int64_t own = rows * 2 * m.hidden + 16, scored = slots + 2 * L;
         int64_t weights = WIDE * std::max({2 * m.hidden, m.inner, m.heads * m.width});
         int64_t all = (own + scored + weights + 15) / 16 * 16;
         normed = take(threads * all) + thread * all;
@@ -427,24 +440,24 @@ void draft_input(const Model& m, const Layer& layer, const Step& s, const Buffer
 }
 
 template <class C>
-void attention(const Model& m, const Layer& layer, const Step& s, const Buffers& b, const Worker& w) {
-    Attention<C> a{m, layer, s};
+void attention(const Model& m, int64_t index, const Step& s, const Buffers& b, const Worker& w) {
     int64_t q = m.heads * m.width, kv = m.kv_heads * m.width;
     auto [k0, k1] = w.share(m.kv_heads * s.rows);
     for (int64_t job = k0; job < k1; job++) {
         int64_t head = job / s.rows, row = job % s.rows, place = row * kv + head * m.width;
-        a.remember(row, head, b.key + place, b.value + place);
+        Attention<C>(m, s, index, row).remember(row, head, b.key + place, b.value + place);
     }
 #pragma omp barrier
     auto [q0, q1] = w.share(m.heads * s.rows);
     for (int64_t job = q0; job < q1; job++) {
         int64_t head = job / s.rows, row = job % s.rows, place = row * q + head * m.width;
-        a.attend(row, head, b.query + place, b.scores, b.context + place);
+        Attention<C>(m, s, index, row).attend(row, head, b.query + place, b.scores, b.context + place);
     }
 #pragma omp barrier
 }
 
-void run_layer(const Model& m, const Layer& layer, const Step& s, const Buffers& b, const Worker& w) {
+void run_layer(const Model& m, int64_t index, const Step& s, const Buffers& b, const Worker& w) {
+    const Layer& layer = m.layers[index];
     int64_t H = m.hidden, q = m.heads * m.width, kv = m.kv_heads * m.width, F = m.inner;
     bool first = layer.hidden_norm != nullptr;
     int64_t in = first ? 2 * H : H;
@@ -462,7 +475,7 @@ void run_layer(const Model& m, const Layer& layer, const Step& s, const Buffers&
         for (int64_t row = 0; row < s.rows; row++)
             std::memcpy(b.x + row * H, m.norm_before_residual ? b.normed + row * in + H : s.state + row * H, H * 4);
 #pragma omp barrier
-    m.cache_kind == FLOAT32 ? attention<float>(m, layer, s, b, w) : attention<BFloat>(m, layer, s, b, w);
+    m.cache_kind == FLOAT32 ? attention<float>(m, index, s, b, w) : attention<BFloat>(m, index, s, b, w);
     w.multiply(layer.o, b.context, q, s.rows, {b.x, H, true}, widened);
 #pragma omp barrier
     for (int64_t row = 0; row < s.rows; row++)
@@ -477,7 +490,7 @@ void run_layer(const Model& m, const Layer& layer, const Step& s, const Buffers&
 }
 
 void run(const Model& m, const Step& s, const Worker& w) {
-    Buffers b(m, s.rows, w.count, w.index, s.scratch);
+    Buffers b(m, s.rows, s.slots, w.count, w.index, s.scratch);
     int64_t H = m.hidden, tap = 0;
     auto [r0, r1] = w.share(s.rows);
     if (!s.state)
@@ -489,7 +502,7 @@ void run(const Model& m, const Step& s, const Worker& w) {
                 std::memcpy(s.taps + (row * s.tapped + tap) * H, b.x + row * H, H * 4);
             tap++;
         }
-        if (index < m.count) run_layer(m, m.layers[index], s, b, w);
+        if (index < m.count) run_layer(m, index, s, b, w);
     }
     for (int64_t row = r0; row < r1; row++) {
         std::memcpy(s.last + row * H, b.x + row * H, H * 4);
@@ -501,7 +514,9 @@ void run(const Model& m, const Step& s, const Worker& w) {
 
 extern "C" {
 
-int64_t eyas_scratch(const Model* m, int64_t rows, int64_t threads) { return Buffers(*m, rows, threads, 0, nullptr).size; }
+int64_t eyas_scratch(const Model* m, int64_t rows, int64_t slots, int64_t threads) {
+    return Buffers(*m, rows, slots, threads, 0, nullptr).size;
+}
 
 void eyas_forward(const Model* m, const Step* s) {
 #pragma omp parallel num_threads(s->threads)

@@ -10,6 +10,8 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ NORMS = ("input_norm", "hidden_norm", "post_norm", "q_norm", "k_norm")
 class CLayer(ctypes.Structure):
     _fields_ = (
         *((name, CMatrix) for name in LINEARS),
-        *((name, c_void_p) for name in (*NORMS, "keys", "values")),
+        *((name, c_void_p) for name in NORMS),
         ("window", c_int64),
     )
 
@@ -46,16 +48,23 @@ class CModel(ctypes.Structure):
         *((name, c_int64) for name in ("count", "hidden", "heads", "kv_heads", "width", "inner")),
         ("embedding", CMatrix),
         *((name, c_void_p) for name in ("final_norm", "cos", "sin")),
-        *((name, c_int64) for name in ("slots", "cache_kind", "norm_before_residual")),
+        *((name, c_int64) for name in ("cache_kind", "norm_before_residual")),
         ("eps", c_float),
         ("scale", c_float),
     )
 
 
+class CText(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "followed")),
+        *((name, c_int64) for name in ("slots", "base", "first", "depths", "row")),
+    )
+
+
 class CStep(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("ids", "positions", "followed")),
-        *((name, c_int64) for name in ("rows", "base", "first", "depths")),
+        *((name, c_void_p) for name in ("ids", "positions", "owner", "texts")),
+        *((name, c_int64) for name in ("rows", "slots")),
         *((name, c_void_p) for name in ("state", "last", "normed", "boundaries", "taps")),
         *((name, c_int64) for name in ("tapped", "threads", "prompt")),
         ("scratch", c_void_p),
@@ -142,19 +151,32 @@ def matrices(library: ctypes.CDLL, linears: Sequence[nn.Linear], int8: bool) -> 
     return [Matrix(library, *parts) for parts in zip(weights, biases, scales, strict=True)]
 
 
+@dataclass(frozen=True)
+class TextRows:
+    """A chain of rows at positions start..., or the last len(ids) rows of the tree `parents` whose root is there.
+
+    Row i of the tree lies in cache slot start + i.
+    """
+
+    cache: KVCache
+    ids: Sequence[int]
+    start: int
+    parents: Sequence[int] | None = None
+
+
 class Decoder:
-    """Layers, cache and rope tables of one model, ready to run; `weight_bytes` is what a forward reads."""
+    """Layers and rope tables of one model, ready to run; `weight_bytes` is what a forward reads."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         parts: DecoderParts,
-        cache: KVCache,
+        cache_dtype: torch.dtype,
         rope: Rope,
         others: Sequence[nn.Linear],
         int8: bool,
     ) -> None:
-        self.library, self.parts, self.cache, self._rope = library, parts, cache, rope
+        self.library, self.parts, self.dtype, self._rope = library, parts, cache_dtype, rope
         linears = [layer.linears[name] for layer in parts.layers for name in LINEARS]
         made = matrices(library, [*linears, *others], int8)
         self.others = made[len(linears) :]
@@ -180,7 +202,7 @@ class Decoder:
             inner=parts.inner,
             embedding=self._embedding.struct,
             final_norm=self._final_norm.data_ptr(),
-            cache_kind=KINDS[cache.dtype],
+            cache_kind=KINDS[cache_dtype],
             norm_before_residual=parts.norm_before_residual,
             eps=parts.eps,
             scale=parts.scale,
@@ -192,38 +214,37 @@ class Decoder:
 
     def run(
         self,
-        ids: Sequence[int],
-        start: int,
-        parents: Sequence[int] | None = None,
+        texts: Sequence[TextRows],
         state: Tensor | None = None,
         boundaries: Sequence[int] = (),
         *,
         prompt: bool = False,
     ) -> Rows:
-        """A chain of rows at positions start..., or the last len(ids) rows of the tree `parents` whose root is there.
+        """The rows of one text or of several side by side; a row's bits do not depend on the others'.
 
-        Row i of the tree lies in cache slot start + i. `state` [1, R, H]: what a draft's rows are fed. `prompt`: rows
-        that every way of decoding shares, so that their bits need not be those of single rows.
+        `state` [1, R, H]: what a draft's rows are fed. `prompt`: rows that every way of decoding shares, so that their
+        bits need not be those of single rows.
         """
-        rows = len(ids)
-        first, positions, followed, depth = _places(rows, start, parents)
-        self._bind(start + first + rows)
-        threads = torch.get_num_threads()
-        needed = self.library.eyas_scratch(ctypes.byref(self._model), rows, threads)
+        placed = [_Placed.of(text, self.parts, row) for text, row in zip(texts, _starts(texts), strict=True)]
+        ids = _integers([token for text in texts for token in text.ids])
+        rows, slots, threads = len(ids), max(text.cache.capacity for text in texts), torch.get_num_threads()
+        self._bind(slots)
+        needed = self.library.eyas_scratch(ctypes.byref(self._model), rows, slots, threads)
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed)
         last, normed = torch.empty((2, 1, rows, self.hidden)).unbind()
         found = Rows(last, normed, torch.empty((1, rows, len(boundaries), self.hidden)))
-        ids_R, tapped = _integers(ids), _integers(boundaries)
+        positions = _integers([position for one in placed for position in one.positions])
+        owner = _integers([index for index, text in enumerate(texts) for _ in text.ids])
+        structs, tapped = (CText * len(texts))(*(one.struct for one in placed)), _integers(boundaries)
         fed = None if state is None else state.float().contiguous()
         step = CStep(
-            ids=ctypes.addressof(ids_R),
+            ids=ctypes.addressof(ids),
             positions=ctypes.addressof(positions),
-            followed=None if followed is None else ctypes.addressof(followed),
+            owner=ctypes.addressof(owner),
+            texts=ctypes.addressof(structs),
             rows=rows,
-            base=start,
-            first=first,
-            depths=depth,
+            slots=slots,
             state=_address(fed),
             last=found.last.data_ptr(),
             normed=found.normed.data_ptr(),
@@ -246,33 +267,67 @@ class Decoder:
         )
         return y
 
-    def _bind(self, rows: int) -> None:
-        """Point at the cache's buffers and rope tables, which reserve() may have made anew."""
-        cache, parts = self.cache, self.parts
-        assert rows <= cache.capacity, f"reserve() rows before a forward over {rows}"
-        if cache.keys and self._model.slots == cache.capacity:
+    def _bind(self, positions: int) -> None:
+        """Point at the weights, once, and at rope tables for so many positions."""
+        if positions <= self._cos.shape[0]:
             return
-        self._cos, self._sin = self._rope(cache.capacity)
-        self._model.slots, self._model.cos, self._model.sin = cache.capacity, self._cos.data_ptr(), self._sin.data_ptr()
-        for index, (layer, part) in enumerate(zip(self._layers, parts.layers, strict=True)):
-            keys, values = cache.buffers(index, parts.kv_heads, parts.width)
+        self._cos, self._sin = self._rope(positions)
+        self._model.cos, self._model.sin = self._cos.data_ptr(), self._sin.data_ptr()
+        for index, (layer, part) in enumerate(zip(self._layers, self.parts.layers, strict=True)):
             for name, matrix in self._matrices[index].items():
                 setattr(layer, name, matrix.struct)
             for name, norm in self._norms[index].items():
                 setattr(layer, name, norm.data_ptr())
-            layer.keys, layer.values, layer.window = keys.data_ptr(), values.data_ptr(), part.window
+            layer.window = part.window
+
+
+@dataclass
+class _Placed:
+    """A text's rows as the library takes them; keeps what the structure points to alive."""
+
+    struct: CText
+    positions: Sequence[int]
+    kept: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, text: TextRows, parts: DecoderParts, row: int) -> "_Placed":
+        cache, rows = text.cache, len(text.ids)
+        first, positions, followed, depth = _places(rows, text.start, text.parents)
+        assert text.start + first + rows <= cache.capacity, "reserve() rows before a forward over them"
+        buffers = [cache.buffers(index, parts.kv_heads, parts.width) for index in range(len(parts.layers))]
+        keys, values = (_pointers(side) for side in zip(*buffers, strict=True))
+        struct = CText(
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            followed=None if followed is None else ctypes.addressof(followed),
+            slots=cache.capacity,
+            base=text.start,
+            first=first,
+            depths=depth,
+            row=row,
+        )
+        return cls(struct, positions, (keys, values, followed))
+
+
+def _starts(texts: Sequence[TextRows]) -> list[int]:
+    """Where each text's rows begin."""
+    return [0, *accumulate(len(text.ids) for text in texts)][:-1]
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _places(
     rows: int, start: int, parents: Sequence[int] | None
-) -> tuple[int, ctypes.Array[c_int64], ctypes.Array[c_int64] | None, int]:
+) -> tuple[int, Sequence[int], ctypes.Array[c_int64] | None, int]:
     """First slot's offset, positions [R], and for a tree the slot offsets [R, depths] of what each row follows."""
     if parents is None:
-        return 0, _integers(range(start, start + rows)), None, 0
+        return 0, range(start, start + rows), None, 0
     first = len(parents) - rows
     paths = [path_to(row, parents) for row in range(first, len(parents))]
     depth = max(map(len, paths))
-    positions = _integers([start + len(path) - 1 for path in paths])
+    positions = [start + len(path) - 1 for path in paths]
     followed = _integers([row for path in paths for row in [*path, *[0] * (depth - len(path))]])
     return first, positions, followed, depth
 

@@ -72,7 +72,7 @@ def _key(compiler: str) -> str:
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    library.eyas_scratch.argtypes, library.eyas_scratch.restype = [pointer, size, size], size
+    library.eyas_scratch.argtypes, library.eyas_scratch.restype = [pointer, size, size, size], size
     library.eyas_forward.argtypes, library.eyas_forward.restype = [pointer, pointer], None
     library.eyas_multiply.argtypes, library.eyas_multiply.restype = [pointer, pointer, size, pointer, size], None
     library.eyas_norm.argtypes, library.eyas_norm.restype = [pointer, pointer, size, size, number, pointer], None

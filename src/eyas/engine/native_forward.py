@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyas.engine.cache import KVCache
 from eyas.engine.forward import PREFILL_ROWS
-from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows
+from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows, TextRows
 from eyas.formats.taps import check_boundaries
 from eyas.models.target import Target
 
@@ -49,7 +49,7 @@ class NativeForward:
         self.target, self.boundaries, self.library = target, tuple(boundaries), library
         self.rows: int | None = None
         self.cache = KVCache(torch.bfloat16 if int8 else target.dtype)
-        self.decoder = Decoder(library, decoder_parts(target), self.cache, self._rope, [target.head], int8)
+        self.decoder = Decoder(library, decoder_parts(target), self.cache.dtype, self._rope, [target.head], int8)
         self.head = self.decoder.others[0]
         self._rows: Rows | None = None
         self._start, self._tree = 0, False
@@ -62,11 +62,12 @@ class NativeForward:
     def close(self) -> None:
         """Nothing of the target was exchanged."""
 
-    def prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A]."""
+    def prefill(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Fill the cache with a prompt, from `start` on (TargetForward.prefill), which may be anywhere here: a row has
+        the same bits in every chunk."""
         taps = []
-        for start in range(0, len(ids), PREFILL_ROWS):
-            self._run(ids[start : start + PREFILL_ROWS], start, prompt=True)
+        for first in range(start, len(ids), PREFILL_ROWS):
+            self._run(ids[first : first + PREFILL_ROWS], first, prompt=True)
             taps.append(self.taps())
         assert self._rows is not None, "a prompt has at least one token"
         return self._rows.normed[:, -1:], torch.cat(taps, dim=1) if self.boundaries else None
@@ -104,7 +105,9 @@ class NativeForward:
         self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None, *, prompt: bool = False
     ) -> Tensor:
         self._start, self._tree = start, parents is not None
-        self._rows = self.decoder.run(ids, start, parents, boundaries=self.boundaries, prompt=prompt)
+        self._rows = self.decoder.run(
+            [TextRows(self.cache, ids, start, parents)], boundaries=self.boundaries, prompt=prompt
+        )
         return self._rows.normed
 
     def _rope(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ class DraftProposer:
         return self.forward.settle(most, kernels)
 
     def fork(self) -> "DraftProposer":
-        return DraftProposer(self.draft, self.drafting)
+        return DraftProposer(self.forward.fork(), self.drafting)
 
     def reserve(self, rows: int) -> None:
         self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))
