@@ -5,7 +5,7 @@
 Tiny targets of four architectures read the prompt bank for a minute, drafts train on what they say; both are kept in
 the cache. Each row of the table is written as it is done (bench/out/wiring.rows.jsonl), so that the same command goes
 on where it was stopped; rows of other code are made anew. Writes bench/out/wiring.json (`planted`: fault, architecture,
-precision, expected, found, named; `right`: case, false_findings) and, of a whole run, docs/wiring-table.md.
+precision, expected, found, named; `right`: case, false_findings) and, without --only, docs/wiring-table.md.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def result_of(chosen: list[Plant], rows: list[Row]) -> dict[str, Any]:
     return {"planted": planted, "right": right, "seconds": round(sum(row["seconds"] for row in rows), 1)}
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], architectures: list[str]) -> str:
     """docs/wiring-table.md: one row a fault: how often it was planted and named, and what else was found beside it."""
     planted, right = result["planted"], result["right"]
     missed = sum(not row["named"] for row in planted)
@@ -184,6 +184,7 @@ def page(result: dict[str, Any]) -> str:
         "Precisions: of the stored states (fp8 with one scale a token and block; int8: the target's weights rounded,",
         "one scale a row), of exports that of their tensors. Any error or warning beside the expected code is listed.",
         "",
+        f"Targets: {', '.join(architectures)}.",
         f"{len(faults_planted)} faults planted {len(planted)} times, {len(codes)} codes: {missed} missed. "
         f"{len(right)} right wirings: {len(false)} with a finding.",
         f"{result['seconds'] / 60:.0f} minutes on one core, {result['machine']}; torch {result['versions']['torch']}, "
@@ -217,8 +218,8 @@ def main() -> int:
     rows = make_rows(chosen, Journal(arguments.out / "wiring.rows.jsonl"))
     result = {**result_of(chosen, rows), "machine": processor_name(), "versions": versions()}
     write_atomic(arguments.out / "wiring.json", json.dumps(result, indent=1) + "\n")
-    if len(arguments.architectures) == len(ARCHITECTURES) and not arguments.only:
-        write_atomic(PAGE, page(result))
+    if not arguments.only:
+        write_atomic(PAGE, page(result, arguments.architectures))
     wrong = [row for row in result["planted"] if not row["named"]] + [r for r in result["right"] if r["false_findings"]]
     say(f"wiring: {len(result['planted'])} planted, {len(result['right'])} right, {len(wrong)} wrong answers")
     return 1 if wrong else 0
