@@ -119,6 +119,10 @@ class AdaptiveProposer:
         forked.arms = self.arms
         return forked
 
+    def price(self, costs: RoundCosts) -> None:
+        """What rounds cost from now on: with other texts beside this one they cost differently."""
+        self.costs = costs
+
     def reserve(self, rows: int) -> None:
         for source in self.sources:
             source.reserve(rows)

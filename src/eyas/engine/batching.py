@@ -15,16 +15,20 @@ from typing import Literal, Protocol
 
 import torch
 
+from eyas.engine.adapt import AdaptiveProposer
+from eyas.engine.batch_costs import batch_costs
 from eyas.engine.cache_pool import CachePool, Place
-from eyas.engine.forward import PREFILL_ROWS
 from eyas.engine.generate import GREEDY, Engine
 from eyas.engine.logprobs import NotingJudge, TokenLogprob
+from eyas.engine.rows import TextRows
+from eyas.engine.spans import Spans
 from eyas.engine.text import Text
 from eyas.engine.verify import Verdict
 from eyas.errors import InputError
 from eyas.settings import SamplingSettings
 
-PHASES = ("prefill", "draft", "verify", "judge")
+CHUNK = 128
+"""Prompt rows between two rounds of the other texts."""
 End = Literal["done", "halted", "cancelled", "refused", "failed"]
 
 
@@ -88,7 +92,7 @@ class Totals:
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
     forwards: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    prefill_seconds: float = 0.0
     ends: dict[str, int] = field(default_factory=dict)
 
     def count(self, verdict: Verdict, depth: int, nodes: int) -> None:
@@ -127,9 +131,12 @@ class Scheduler:
     """
 
     def __init__(self, engine: Engine, *, cache_rows: int, most: int = 16) -> None:
-        self.engine, self.most = engine, most
-        target = engine.target
-        self.pool = CachePool(cache_rows, PREFILL_ROWS, engine.forward.cache.dtype, target.model.device)
+        # A trace is of one text at a time.
+        self.engine, self.most = engine, most if engine.trace is None else 1
+        self.chunk = max(CHUNK, engine.forward.grain)
+        self.costs = batch_costs(engine, self.most)
+        engine.spans = self.spans = Spans()
+        self.pool = CachePool(cache_rows, engine.forward.grain, engine.forward.cache.dtype, engine.target.model.device)
         self.waiting: deque[Job] = deque()
         self.seats: list[Seat] = []
         self.totals = Totals()
@@ -141,6 +148,7 @@ class Scheduler:
     def forget(self) -> None:
         """Count from zero, as at the start."""
         self.totals = Totals()
+        self.engine.spans = self.spans = Spans()
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
@@ -192,7 +200,6 @@ class Scheduler:
         notes = None
         if job.logprobs is not None:
             text.judge = notes = NotingJudge(text.judge, job.logprobs)
-        self.totals.cached_tokens += place.reused
         self.totals.prompt_tokens += len(job.prompt)
         self.seats.append(Seat(job, text, place, notes, time.perf_counter()))
         return True
@@ -200,8 +207,13 @@ class Scheduler:
     def _prefill(self, seat: Seat) -> None:
         started = time.perf_counter()
         forward, place, prompt = self.engine.forward, seat.place, seat.text.prompt
+        if place.filled == 0:
+            self.pool.share(place)
+            self.totals.cached_tokens += place.reused
+            if self.engine.trace is not None:
+                self.engine.trace.begin()
         forward.cache = place.cache
-        end = min(place.filled + PREFILL_ROWS, len(prompt))
+        end = min((place.filled // self.chunk + 1) * self.chunk, len(prompt))
         state, taps = forward.prefill(prompt[:end], place.filled)
         place.filled = end
         if taps is not None:
@@ -211,25 +223,34 @@ class Scheduler:
             verdict = self.engine.first(seat.text, forward.logits(state), whole)
             self.totals.generation_tokens += len(verdict.tokens)
             self._told(seat, verdict)
-        self.totals.seconds["prefill"] += time.perf_counter() - started
+        self.totals.prefill_seconds += time.perf_counter() - started
 
     def _rounds(self, seats: Sequence[Seat]) -> None:
-        for seat in seats:
-            forward, text, clock = self.engine.forward, seat.text, [time.perf_counter()]
-            tree = self.engine.draft(text)
-            clock.append(time.perf_counter())
-            forward.cache = seat.place.cache
-            states = forward.verify([text.last, *tree.tokens], text.position, tree.row_parents)
-            logits = forward.logits(states)
-            clock.append(time.perf_counter())
-            verdict = self.engine.decide(text, tree, logits, forward)
-            clock.append(time.perf_counter())
+        """One round of every text: all draft, one forward verifies (or one each, where rows do not go side by side)."""
+        if not seats:
+            return
+        engine, texts, forward = self.engine, [seat.text for seat in seats], self.engine.forward
+        self.spans.start()
+        if self.costs is not None:
+            costs = self.costs.of(len(seats))
+            for proposer in (text.proposer for text in texts):
+                if isinstance(proposer, AdaptiveProposer):
+                    proposer.price(costs)
+        trees = [engine.draft(text) for text in texts]
+        self.spans.lap("draft")
+        rows = [
+            TextRows(seat.place.cache, [seat.text.last, *tree.tokens], seat.text.position, tree.row_parents)
+            for seat, tree in zip(seats, trees, strict=True)
+        ]
+        lanes = forward.verify_texts(rows)
+        self.totals.forwards += 1 if forward.side_by_side else len(seats)
+        for seat, tree, (logits_RV, verified) in zip(seats, trees, lanes, strict=True):
+            self.spans.lap("verify")
+            verdict = engine.decide(seat.text, tree, logits_RV, verified)
             seat.drafted += len(tree.tokens)
-            self.totals.forwards += 1
             self.totals.count(verdict, tree.depth, len(tree.tokens))
-            for name, before, after in zip(("draft", "verify", "judge"), clock, clock[1:], strict=False):
-                self.totals.seconds[name] += after - before
             self._told(seat, verdict)
+            self.spans.lap("host")
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """Hand on what was emitted; leave where the text is over."""

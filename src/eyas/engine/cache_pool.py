@@ -1,7 +1,7 @@
 """Cache rows as a budget: which texts have them, and which prompts' rows can be used again.
 
-A prompt's rows are made in chunks (forward.PREFILL_ROWS) whose bits depend on the tokens up to their end and on nothing
-else, so whole chunks of one prompt are copied for another that begins with the same tokens.
+A prompt's rows depend on the tokens up to theirs, to the last bit in multiples of the forward's `grain`, so those of
+one prompt are copied for another that begins with the same tokens.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,15 @@ class Place:
     taps: list[Tensor] = field(default_factory=list)
 
 
+WORTH = 8
+"""Rows that are worth copying."""
+
+
 class CachePool:
     """At most `budget` rows, in use or remembered; the least lately used prompts make room for new texts."""
 
-    def __init__(self, budget: int, chunk: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.budget, self.chunk, self.dtype, self.device = budget, chunk, dtype, device
+    def __init__(self, budget: int, grain: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.budget, self.grain, self.dtype, self.device = budget, grain, dtype, device
         self.used: list[Place] = []
         self.remembered: list[Place] = []
         """The latest used last."""
@@ -48,34 +52,36 @@ class CachePool:
         return attended_length(rows - 1) <= self.budget
 
     def take(self, prompt: Sequence[int], rows: int) -> Place | None:
-        """A place of `rows` rows with as much of `prompt` as another has computed; None while there is no room."""
+        """A place of `rows` rows for a text that begins with `prompt`; None while there is no room."""
         rows = attended_length(rows - 1)
         if self.rows_used + rows > self.budget:
             return None
-        donor, shared = self._donor(prompt)
-        keep = [] if donor is None else [donor]
         while self.rows_used + self.rows_remembered + rows > self.budget:
-            forgotten = next((place for place in self.remembered if place not in keep), None)
-            if forgotten is None:
-                donor, shared, keep = None, 0, []
-                continue
-            self.remembered.remove(forgotten)
-        place = Place(KVCache(self.dtype, self.device), rows, tuple(prompt), shared, shared)
+            useful, _ = self._donor(prompt)
+            unlike = [place for place in self.remembered if place is not useful]
+            self.remembered.remove(unlike[0] if unlike else self.remembered[0])
+        place = Place(KVCache(self.dtype, self.device), rows, tuple(prompt))
         place.cache.reserve(rows)
-        if donor is not None and shared:
-            place.cache.copy(donor.cache, shared)
-            place.taps = _first(donor.taps, shared)
-            if donor in self.remembered:
-                self.remembered.remove(donor)
-                self.remembered.append(donor)
         self.used.append(place)
         return place
+
+    def share(self, place: Place) -> None:
+        """Copy into a place that has nothing yet as much of its prompt as another has computed."""
+        donor, shared = self._donor(place.prompt)
+        if donor is None:
+            return
+        place.cache.copy(donor.cache, shared)
+        place.taps = _first(donor.taps, shared)
+        place.filled = place.reused = shared
+        if donor in self.remembered:
+            self.remembered.remove(donor)
+            self.remembered.append(donor)
 
     def release(self, place: Place) -> None:
         """The text is finished; what is computed of its prompt stays as long as no one else needs the room."""
         self.used.remove(place)
-        whole = place.filled // self.chunk * self.chunk
-        if whole == 0:
+        whole = place.filled // self.grain * self.grain
+        if whole < WORTH:
             return
         if whole < place.rows:
             shrunk = KVCache(self.dtype, self.device)
@@ -88,11 +94,11 @@ class CachePool:
         self.remembered.append(place)
 
     def _donor(self, prompt: Sequence[int]) -> tuple[Place | None, int]:
-        """Who has computed most of `prompt`, and how many rows in whole chunks; its last row is always left."""
+        """Who has computed most of `prompt`, and how many rows; its last row is always left."""
         best, most = None, 0
         for place in (*self.used, *self.remembered):
-            common = min(_common(prompt, place.prompt), place.filled, len(prompt) - 1) // self.chunk * self.chunk
-            if common > most:
+            common = min(_common(prompt, place.prompt), place.filled, len(prompt) - 1) // self.grain * self.grain
+            if common > most and common >= WORTH:
                 best, most = place, common
         return best, most
 

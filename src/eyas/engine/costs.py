@@ -69,8 +69,8 @@ def measure_costs(
         proposer.propose(depth)
 
     try:
-        rows = _best(verify, counts)
-        return StepCosts(rows[1], {depth: rows[depth + 1] for depth in depths}, _best(propose, depths))
+        rows = best_seconds(verify, counts)
+        return StepCosts(rows[1], {depth: rows[depth + 1] for depth in depths}, best_seconds(propose, depths))
     finally:
         forward.close()
         uninstall([*layers, *head, *drafting])
@@ -112,12 +112,12 @@ def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int
         draft.reserve(rows)
         draft.begin()
         draft.observe(taps, ids[1 : CONTEXT + 1], 0)
-        drafting |= _best(propose, depths[1:])
+        drafting |= best_seconds(propose, depths[1:])
     chains = {depth: chain(ids[CONTEXT + 1 :][:depth]) for depth in depths}
-    chain_seconds = _best(lambda depth: verify(chains[depth]), depths)
+    chain_seconds = best_seconds(lambda depth: verify(chains[depth]), depths)
     trees = {depth: trees.get(depth, chains[depth]) for depth in depths}
     branched = any(not tree.is_chain for tree in trees.values())
-    tree_seconds = _best(lambda depth: verify(trees[depth]), depths) if branched else chain_seconds
+    tree_seconds = best_seconds(lambda depth: verify(trees[depth]), depths) if branched else chain_seconds
 
     def share(seconds: float) -> float:
         return round(max(1, round(seconds / chain_seconds[0] / GRAIN)) * GRAIN, 6)
@@ -128,9 +128,10 @@ def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int
     )
 
 
-def _best(work: Callable[[int], None], sizes: Sequence[int]) -> dict[int, float]:
+def best_seconds(work: Callable[[int], None], sizes: Sequence[int], tries: int = TRIES) -> dict[int, float]:
+    """Seconds by size, the best of a few tries, in turn."""
     seconds = dict.fromkeys(sizes, float("inf"))
-    for _ in range(TRIES):
+    for _ in range(tries):
         for size in sizes:
             started = time.perf_counter()
             work(size)

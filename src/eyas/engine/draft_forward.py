@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from eyas.engine.cache import KVCache, depths
 from eyas.engine.forward import Forward
 from eyas.engine.linear import fastest_kernels, install, install_int8
-from eyas.engine.native import Decoder, DecoderParts, LayerParts, TextRows
+from eyas.engine.native import Decoder, DecoderParts, LayerParts
 from eyas.engine.native_forward import STATIC_ROPE, NativeForward
+from eyas.engine.rows import TextRows
 from eyas.models.draft import Draft
 
 

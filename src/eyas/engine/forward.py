@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.engine.cache import ATTENTION, KVCache, depths, register
+from eyas.engine.rows import Lanes, TextRows
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries
 from eyas.models.target import Target
@@ -25,12 +26,18 @@ class Forward(Protocol):
     boundaries: tuple[int, ...]
     rows: int | None
     cache: KVCache
+    side_by_side: bool
+    """Whether rows of several texts go through one forward, each with the bits of its lone run."""
+    grain: int
+    """A prompt in parts has the bits of the whole where they begin at multiples of this."""
 
     def close(self) -> None: ...
 
     def prefill(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor | None]: ...
 
     def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor: ...
+
+    def verify_texts(self, texts: Sequence[TextRows]) -> Lanes: ...
 
     def keep(self, path: Sequence[int]) -> None: ...
 
@@ -47,6 +54,8 @@ class TargetForward:
     `rows` is the row bucket: how many rows `verify` computes whatever number it is given. None pads nothing: the
     unpadded baseline, whose rows may differ in their last bits.
     """
+
+    side_by_side, grain = False, PREFILL_ROWS
 
     def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
         if boundaries:
@@ -102,6 +111,12 @@ class TargetForward:
         self.cache.begin_paths(start, parents, count)
         positions = [start + depth for depth in depths(parents)]
         return self._run(padded, [*positions, *[start] * (count - len(ids))])
+
+    def verify_texts(self, texts: Sequence[TextRows]) -> Lanes:
+        """One after the other: a row's bits depend here on how many rows are multiplied beside it."""
+        for text in texts:
+            self.cache = text.cache
+            yield self.logits(self.verify(text.ids, text.start, text.parents)), self
 
     def keep(self, path: Sequence[int]) -> None:
         """Rows `path` of the latest verify, ascending from 0, stand: they become cache rows start, start + 1, ..."""

@@ -7,7 +7,6 @@ have the same bits in both and so has the text (docs/engine.md).
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from eyas.engine.costs import RoundCosts
 from eyas.engine.forward import Forward
 from eyas.engine.linear import uninstall
 from eyas.engine.propose import Proposer
+from eyas.engine.rows import Verified
 from eyas.engine.sampling import Sampler
 from eyas.engine.settle import layer_linears
 from eyas.engine.spans import NoSpans
@@ -33,15 +33,6 @@ from eyas.progress import say
 from eyas.settings import DraftingSettings, SamplingSettings
 
 GREEDY = SamplingSettings()
-
-
-class Verified(Protocol):
-    """The rows of one text in a verify forward."""
-
-    def keep(self, path: Sequence[int]) -> None:
-        """Rows `path` stand."""
-
-    def taps(self, path: Sequence[int] | None = None) -> Tensor: ...
 
 
 class Engine:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from eyas.engine.arena import move_weights, side_by_side
-from eyas.engine.cache import KVCache, path_to
+from eyas.engine.cache import path_to
 from eyas.engine.int8 import quantise
+from eyas.engine.rows import TextRows
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -149,19 +150,6 @@ def matrices(library: ctypes.CDLL, linears: Sequence[nn.Linear], int8: bool) -> 
     weights = side_by_side([weight for weight, _ in rounded])
     scales = [scale for _, scale in rounded]
     return [Matrix(library, *parts) for parts in zip(weights, biases, scales, strict=True)]
-
-
-@dataclass(frozen=True)
-class TextRows:
-    """A chain of rows at positions start..., or the last len(ids) rows of the tree `parents` whose root is there.
-
-    Row i of the tree lies in cache slot start + i.
-    """
-
-    cache: KVCache
-    ids: Sequence[int]
-    start: int
-    parents: Sequence[int] | None = None
 
 
 class Decoder:

@@ -5,6 +5,7 @@ Shapes: R rows, H hidden, A width of the concatenated taps, V vocabulary, P path
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from eyas.engine.cache import KVCache
 from eyas.engine.forward import PREFILL_ROWS
-from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows, TextRows
+from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows
+from eyas.engine.rows import Lanes, TextRows
 from eyas.formats.taps import check_boundaries
 from eyas.models.target import Target
 
@@ -40,6 +42,8 @@ def unsupported(target: Target) -> str | None:
 
 class NativeForward:
     """As TargetForward, over the target's own weights; needs no row bucket, so `rows` stays None."""
+
+    side_by_side, grain = True, 1
 
     def __init__(
         self, target: Target, library: ctypes.CDLL, boundaries: Sequence[int] = (), *, int8: bool = False
@@ -77,14 +81,18 @@ class NativeForward:
         chain = parents is None or list(parents) == list(range(-1, len(ids) - 1))
         return self._run(ids, start, None if chain else parents)
 
+    def verify_texts(self, texts: Sequence[TextRows]) -> Lanes:
+        """All in one forward: the weights are read once for all."""
+        rows = self.decoder.run(texts, boundaries=self.boundaries)
+        sizes = [len(text.ids) for text in texts]
+        logits = self.target.scaled(self.head(rows.normed))[0].split(sizes)
+        for text, logits_RV, taps in zip(texts, logits, rows.taps.split(sizes, dim=1), strict=True):
+            yield logits_RV, _Part(text, taps)
+
     def keep(self, path: Sequence[int]) -> None:
         """Rows `path` of the latest verify, ascending from 0, stand at start, start + 1, ..."""
-        if not self._tree:
-            return
-        moved = [(row, place) for place, row in enumerate(path) if row != place]
-        for buffer in (*self.cache.keys.values(), *self.cache.values.values()):
-            for row, place in moved:  # ascending, so that no row is overwritten before it is moved
-                buffer[:, :, self._start + place] = buffer[:, :, self._start + row]
+        if self._tree:
+            keep_rows(self.cache, self._start, path)
 
     def logits(self, normed_BRH: Tensor) -> Tensor:
         """float32 logits [R, V]."""
@@ -114,6 +122,29 @@ class NativeForward:
         rotary: Any = self.target.backbone.rotary_emb
         cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
         return cos[0].float().contiguous(), sin[0].float().contiguous()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One text's rows of a forward; `states` [1, R, boundaries, H]."""
+
+    text: TextRows
+    states: Tensor
+
+    def keep(self, path: Sequence[int]) -> None:
+        if self.text.parents is not None:
+            keep_rows(self.text.cache, self.text.start, path)
+
+    def taps(self, path: Sequence[int] | None = None) -> Tensor:
+        return (self.states if path is None else self.states[:, list(path)]).flatten(2)
+
+
+def keep_rows(cache: KVCache, start: int, path: Sequence[int]) -> None:
+    """Move a tree's rows that stand from their slots to start, start + 1, ..."""
+    moved = [(row, place) for place, row in enumerate(path) if row != place]
+    for buffer in (*cache.keys.values(), *cache.values.values()):
+        for row, place in moved:  # ascending, so that no row is overwritten before it is moved
+            buffer[:, :, start + place] = buffer[:, :, start + row]
 
 
 def decoder_parts(target: Target) -> DecoderParts:

@@ -33,10 +33,12 @@ def _lines(service: Service) -> Iterator[str]:
         ("start_time_seconds", "gauge", "When the server started, in Unix time.", service.started),
     ):
         yield from _one(name, kind, help, value)
+    phases = {str(name): seconds for name, seconds in dict(scheduler.spans.seconds).items()}
+    phases["prefill"] = totals.prefill_seconds
     positions = {str(place): count for place, count in enumerate(tuple(totals.accepted_at))}
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     yield from _by(name, "counter", "Rounds accepted up to this place and further.", "position", positions)
-    yield from _by("phase_seconds_total", "counter", "The engine thread's seconds.", "phase", dict(totals.seconds))
+    yield from _by("phase_seconds_total", "counter", "The engine thread's seconds.", "phase", phases)
     yield from _by("texts_total", "counter", "Texts that ended, by how.", "end", dict(totals.ends))
     refused = {str(status): count for status, count in dict(service.refused).items()}
     yield from _by("requests_refused_total", "counter", "Requests not served, by status.", "status", refused)
