@@ -4,7 +4,7 @@
 # make lint       style, types, import contracts
 # make test-lossless   every precision and way of drafting, token for token, on the default target (in parts: its docstring)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
-# make test-engines   drafts inside a stock vLLM on CPU, in .venv-vllm (ten minutes, 3.5 GB)
+# make test-engines   drafts inside a stock vLLM on CPU and servers under Eyas, in .venv-vllm (15 minutes, 3.5 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)

@@ -331,7 +331,15 @@ def test_our_own_servers_lines_are_read_as_they_are_written(tmp_path: Path) -> N
     assert (got.state, got.phase) == ("ready", "ready")
     assert state(tmp_path, "\n".join([*lines, own_lines.stopped_line("SIGTERM")])).state == "stopped"
     got = state(tmp_path, "\n".join([*lines, own_lines.failed_line("unexplained", "ValueError: odd")]))
-    assert (got.state, got.phase) == ("crashed", "weights")
+    assert (got.state, got.phase, got.cause) == ("crashed", "weights", "unexplained")
+    got = state(
+        tmp_path, "\n".join([*lines, own_lines.failed_line("port_busy", "127.0.0.1:8000: Address already in use")])
+    )
+    assert (got.cause, str(got.advice)[:12]) == ("port_busy", "--port 30100")
+    got = state(
+        tmp_path, "\n".join([*lines, own_lines.failed_line("tensor_missing", "wanted a; got b; next: eyas export")])
+    )
+    assert (got.state, got.cause, got.advice) == ("crashed", "tensor_missing", "eyas export")
 
 
 def test_llama_cpps_server_is_read_too(tmp_path: Path) -> None:

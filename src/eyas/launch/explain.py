@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from eyas.launch.causes import UNEXPLAINED, UNEXPLAINED_ADVICE, Cause
+from eyas.launch.causes import TABLE, UNEXPLAINED, UNEXPLAINED_ADVICE, Cause
 from eyas.launch.lines import shown
 
 NEAR_LINES = 500
@@ -44,6 +44,16 @@ def clue(order: int, row: Cause, advice: str, tight: bool, evidence: str) -> Clu
 def exception_clue(order: int, tight: bool, evidence: str, frame: str) -> Clue:
     """An exception that no row fits: as telling as a symptom, for what brought a process down is named in neither."""
     return Clue(order, UNEXPLAINED, UNEXPLAINED_ADVICE, "symptom", tight, evidence, frame)
+
+
+def own_clue(order: int, code: str, evidence: str) -> Clue:
+    """The line with which our own server ends: it names the code itself, and where it can what to type."""
+    if code in ("", UNEXPLAINED):
+        return exception_clue(order, True, evidence, "")
+    _, _, said = evidence.rpartition("; next: ")
+    known = (row.advice for row in TABLE if row.code == code and "{" not in row.advice)
+    advice = said if "; next: " in evidence else next(known, UNEXPLAINED_ADVICE)
+    return Clue(order, code, advice, "root", True, evidence)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from eyas.launch import own_lines, phases, tracebacks
 from eyas.launch.causes import engine_named, find
-from eyas.launch.explain import DETAIL_CHARACTERS, Clue, Clues, clue, exception_clue
+from eyas.launch.explain import DETAIL_CHARACTERS, Clue, Clues, clue, exception_clue, own_clue
 from eyas.launch.lines import BAR, Line, parse, when
 from eyas.launch.phases import Engine, Milestone
 from eyas.launch.tracebacks import Traceback, Tracebacks
@@ -247,7 +247,8 @@ class Reading:
             self._end("stopped")
         elif said["word"] == "failed":
             self.engine = "embedded"
-            self._failing(line, None)
+            if not self._failing(line, None):
+                self.clues.add(own_clue(self.lines, value, line.text))
             self._end("crashed")
         return True
 
