@@ -74,6 +74,8 @@ class Status:
     phase: str | None
     progress: float | None = None
     shards: tuple[int, int] | None = None
+    rate: float | None = None
+    """Shards a second in the present phase so far."""
     eta_s: float | None = None
     phase_eta_s: float | None = None
     eta_source: str | None = None
@@ -190,7 +192,8 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
     before = seen.time - elapsed - (seen.time if memory.begun is None else memory.begun)
     left, whole = expected.remaining(phase or "", elapsed, log.progress, reached, max(before, 0.0))
     status = _status(memory, seen, log, _state(state), phase, notes=notes)
-    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.source)
+    rate = log.shards[0] / reached if log.shards is not None and reached else None
+    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.source, rate=rate)
 
 
 def _state(word: str) -> State:

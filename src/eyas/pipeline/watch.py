@@ -82,6 +82,7 @@ def described(watch: Watch, status: Status, live: LiveAcceptance) -> dict[str, A
         "evidence": status.evidence,
         "advice": status.advice,
         "shards": None if status.shards is None else list(status.shards),
+        "shards_s": None if status.rate is None else round(status.rate, 3),
         "phase_eta_s": None if status.phase_eta_s is None else round(status.phase_eta_s, 1),
         "eta_source": status.eta_source,
         "elapsed_s": None if status.elapsed_s is None else round(status.elapsed_s, 1),

@@ -1,5 +1,6 @@
 """A server's status for people: a live panel on a terminal, a line at each change elsewhere."""
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ from eyas.launch.state import Status
 
 LINE_EVERY_S = 10.0
 SHOWN_LINES = 6
+KEPT_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d{3} ")
 COLOURS = {
     "ready": "green",
     "crashed": "red",
@@ -120,9 +122,9 @@ def panel(
     status: Status, url: str | None, log: LogState | None, gpus: Sequence[Gpu] | None, more: Sequence[str] = ()
 ) -> Group:
     """The live view: headline, bar, rate, memory per GPU, why, last lines."""
-    rows: list[Text | Table | ProgressBar] = [Text(headline(status, url), style=COLOURS.get(status.state, ""))]
+    rows: list[Text | Table] = [Text(headline(status, url), style=COLOURS.get(status.state, ""))]
     if status.progress is not None and status.state not in ("ready", "stopped"):
-        rows.append(ProgressBar(total=1.0, completed=status.progress, width=60))
+        rows.append(_bar(status, status.progress))
     if status.state in ("starting", "loading", "warming") and status.eta_source is not None:
         rows.append(Text(f"phase {seconds(status.phase_eta_s)} more; by {status.eta_source}", style="dim"))
     if gpus:
@@ -132,8 +134,18 @@ def panel(
         rows.append(table)
     rows += [Text(line) for line in (*explain(status), *more)]
     if log is not None:
-        rows += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in log.last_lines[-SHOWN_LINES:]]
+        lines = [KEPT_STAMP.sub(r"\1 ", line) for line in log.last_lines[-SHOWN_LINES:]]
+        rows += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(*rows)
+
+
+def _bar(status: Status, progress: float) -> Table:
+    """Share of the phase, shards, their rate."""
+    grid = Table.grid(padding=(0, 2))
+    shards = "" if status.shards is None else f"{status.shards[0]}/{status.shards[1]} shards"
+    rate = "" if status.rate is None else f"{status.rate:.2g} shards/s"
+    grid.add_row(ProgressBar(total=1.0, completed=progress, width=40), f"{progress:.0%}", shards, rate)
+    return grid
 
 
 class Screen:
