@@ -380,7 +380,7 @@ def test_no_answer_to_read_is_more_than_a_line_in_memory(tmp_path: Path, target:
     from eyas.data.captures import Source, survey
 
     responses = write_responses(tmp_path / "r", target, [600] * 20)
-    sources, _ = survey(responses / RESPONSES, 500)
+    sources, _ = survey(responses / RESPONSES, CaptureSettings(max_length=500))
     assert {type(value) for source in sources for value in vars(source).values()} == {str, int}
     assert [source.length for source in sources] == [500] * 20
     assert sources[0] == Source("p000/0", "train", sources[0].offset, 500, 5)

@@ -74,6 +74,8 @@ class CaptureSettings(Section):
     """Tokens in one forward of the target."""
     shard_tokens: int = Field(default=32768, ge=1)
     """Tokens in one shard file; the unit lost by a kill."""
+    split: Literal["all", "train", "heldout"] = "all"
+    """Which samples: `heldout` is all that evaluation and checks need beside online training."""
     precision: Precision = "auto"
     """The target's arithmetic; `auto` measures."""
     store: Literal["float32", "bfloat16"] = "bfloat16"
@@ -126,6 +128,8 @@ class DraftSettings(Section):
 class TrainSettings(Section):
     """How the draft is trained."""
 
+    online: bool = False
+    """Run the target beside the trainer: no states on disk, but its forward anew in every epoch."""
     epochs: float = Field(default=3.0, gt=0)
     """Passes over the captured samples."""
     ttt_length: int = Field(default=3, ge=1)
@@ -152,6 +156,9 @@ class TrainSettings(Section):
     """What the summed loss is divided by: supervised rows, or all rows (EAGLE, SpecForge)."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are supervised."""
+    start_from: str | None = None
+    """A draft folder to go on from, of Eyas, EAGLE, SpecForge, speculators or ModelOpt: its shape and vocabulary map
+    are kept, and the captures must be of its target and taps. None trains a new draft."""
     initialise: Literal["target", "random"] = "target"
     """Start from the target's head slice and final norm, with an attention that reads the own token; or from noise."""
     seed: int = 0

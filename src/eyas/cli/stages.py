@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from eyas.cli.app import FLAGS, TARGET, Common, Flat, Integers, TargetFlags, app, finish, staged
 from eyas.data.prompts import make_prompts
+from eyas.errors import InputError
 from eyas.pipeline.plan import Plan
 from eyas.recipe import (
     BenchSettings,
@@ -74,21 +75,31 @@ def capture(
 @app.command
 def train(
     *,
-    captures: Path,
+    captures: Path | None = None,
+    responses: Path | None = None,
     out: Path,
     target: TargetFlags = TARGET,
     draft: Annotated[DraftSettings, Parameter(name="draft")] = DraftSettings(),
+    capture: Annotated[CaptureSettings, Parameter(name="capture")] = CaptureSettings(),
     settings: Annotated[TrainSettings, Flat] = TrainSettings(),
     common: Common = FLAGS,
 ) -> None:
-    """Train a draft on captures. Resumes to the same weights."""
+    """Train a draft on captures, or on responses with the target run beside it. Resumes to the same weights."""
+    data = captures or responses
+    if data is None or (captures and responses):
+        raise InputError(
+            wanted="--captures CAPTURES, or --responses RESPONSES to run the target beside the trainer",
+            got="neither" if data is None else "both",
+            where="the command line",
+            next="eyas train --captures CAPTURES --out DRAFT",
+        )
 
     def work() -> dict[str, Any]:
         from eyas.training.loop import train
 
-        return staged(out, train(captures, out, settings, draft, target.settings))
+        return staged(out, train(data, out, settings, draft, target.settings, capture))
 
-    finish(common, Plan("train", [captures, target.target], [out], settings), work)
+    finish(common, Plan("train", [data, target.target], [out], settings), work)
 
 
 @app.command

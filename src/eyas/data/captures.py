@@ -57,9 +57,9 @@ def capture(
     manifest = read_manifest(responses, "responses")
     lines = check_file(responses, RESPONSES, manifest)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
-    _check_target(loaded, manifest, responses)
-    boundaries = _boundaries(settings, loaded)
-    sources, skipped = survey(lines, settings.max_length)
+    check_target(loaded, manifest, responses)
+    boundaries = boundaries_of(settings, loaded)
+    sources, skipped = survey(lines, settings)
     if not sources:
         raise InputError(
             wanted="at least one sample with a supervised token",
@@ -94,28 +94,38 @@ def capture(
 def _precision(stage: Stage, settings: CaptureSettings) -> torch.dtype:
     """What `auto` measured at the first start holds for every resumption: one folder, one arithmetic."""
     if "precision" not in stage.decided:
-        auto = settings.precision == "auto"
-        chosen = fastest_dtype(settings.batch_tokens) if auto else DTYPES[settings.precision]
-        stage.save(precision=str(chosen).removeprefix("torch."))
+        stage.save(precision=chosen_precision(settings))
     return DTYPES[stage.decided["precision"]]
 
 
-def _check_target(target: Target, manifest: Manifest, responses: Path) -> None:
+def chosen_precision(settings: CaptureSettings) -> str:
+    """The target's arithmetic as set, or as measured here."""
+    auto = settings.precision == "auto"
+    chosen = fastest_dtype(settings.batch_tokens) if auto else DTYPES[settings.precision]
+    return str(chosen).removeprefix("torch.")
+
+
+def check_target(target: Target, manifest: Manifest, responses: Path) -> None:
+    """Raise InputError unless `target` wrote these responses."""
     theirs: JSON = manifest.facts["target"]
     advice = f"use the responses' own target ({theirs['name']}), or answer the prompts again with this one"
-    check_same("target weights_hash", target.identity.weights_hash, theirs["weights_hash"], responses, advice)
-    check_same("tokenizer_hash", target.tokenizer_hash, manifest.facts["tokenizer_hash"], responses, advice)
-    check_same("template_hash", target.template_hash, manifest.facts["template_hash"], responses, advice)
+    for name, ours, wrote, code in (
+        ("target weights_hash", target.identity.weights_hash, theirs["weights_hash"], "target_revision"),
+        ("tokenizer_hash", target.tokenizer_hash, manifest.facts["tokenizer_hash"], "tokenizer_mismatch"),
+        ("template_hash", target.template_hash, manifest.facts["template_hash"], "template_mismatch"),
+    ):
+        check_same(name, ours, wrote, responses, advice, code)
 
 
-def _boundaries(settings: CaptureSettings, target: Target) -> tuple[int, ...]:
+def boundaries_of(settings: CaptureSettings, target: Target) -> tuple[int, ...]:
+    """The taps: as set, or the default of the target's depth."""
     if settings.boundaries is None:
         return default_boundaries(target.num_hidden_layers, where="recipe: capture.boundaries")
     check_boundaries(settings.boundaries, target.num_hidden_layers, where="recipe: capture.boundaries")
     return settings.boundaries
 
 
-def survey(path: Path, max_length: int) -> tuple[list[Source], Counter[str]]:
+def survey(path: Path, settings: CaptureSettings) -> tuple[list[Source], Counter[str]]:
     """What is to be captured, in the order of ids, and counts of what is not. Holds numbers, no tokens.
 
     The order of ids, not of lines: answers are written as they finish, which differs from run to run.
@@ -127,7 +137,10 @@ def survey(path: Path, max_length: int) -> tuple[list[Source], Counter[str]]:
             offsets.append(offset)
             offset += len(line)
     for offset, line in zip(offsets, read_responses(path), strict=True):
-        length = min(len(line["input_ids"]), max_length)
+        if settings.split not in ("all", line["split"]):
+            skipped[f"not {settings.split}"] += 1
+            continue
+        length = min(len(line["input_ids"]), settings.max_length)
         if line["prompt_tokens"] >= length:
             skipped[TRUNCATED] += 1
             continue
@@ -164,10 +177,10 @@ def _capture_all(
                 continue
             samples: list[Sample] = []
             for batch in batches:
-                ids = [_read_ids(file, sources[number]) for number in batch]
+                ids = [read_ids(file, sources[number]) for number in batch]
                 states = capture_batch(target, ids, boundaries, store)
                 samples.extend(
-                    _sample(sources[number], *captured) for number, captured in zip(batch, states, strict=True)
+                    make_sample(sources[number], *captured) for number, captured in zip(batch, states, strict=True)
                 )
                 bar.advance(sum(map(len, ids)))
             checksums[name] = write_shard(stage.folder / name, pack(samples))
@@ -202,7 +215,8 @@ def capture_batch(
         ]
 
 
-def _sample(source: Source, taps_TA: Tensor, last_hidden_TH: Tensor, ids_T: Tensor) -> Sample:
+def make_sample(source: Source, taps_TA: Tensor, last_hidden_TH: Tensor, ids_T: Tensor) -> Sample:
+    """Raises InputError, the sample named, for states that are not finite."""
     for name, states in (("taps", taps_TA), ("last hidden", last_hidden_TH)):
         if not torch.isfinite(states.sum(dtype=torch.float32)):
             raise InputError(
@@ -215,7 +229,8 @@ def _sample(source: Source, taps_TA: Tensor, last_hidden_TH: Tensor, ids_T: Tens
     return Sample(source.id, source.split, taps_TA, last_hidden_TH, ids_T, mask)
 
 
-def _read_ids(file: IO[bytes], source: Source) -> list[int]:
+def read_ids(file: IO[bytes], source: Source) -> list[int]:
+    """The token ids of one sample, cut to its length."""
     file.seek(source.offset)
     return json.loads(file.readline())["input_ids"][: source.length]
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -113,6 +113,24 @@ def write_index(entries: Sequence[Entry]) -> str:
     return json.dumps({"samples": [asdict(entry) for entry in entries]}, indent=0) + "\n"
 
 
+class Samples(Protocol):
+    """Samples with their states, wherever these come from: shards on disk (`CaptureReader`), or the target itself, run
+    when a sample is asked for (`data/online.py`). The same responses give the same samples in the same order."""
+
+    boundaries: tuple[int, ...]
+    last_hidden_norm: NormState
+    greedy: bool
+    samples: list[Entry]
+
+    def read_all(self, numbers: Sequence[int]) -> list[Sample]: ...
+
+    def mask(self, number: int) -> Tensor: ...
+
+    def ids(self, number: int) -> list[int]: ...
+
+    def of_split(self, split: str) -> list[int]: ...
+
+
 class CaptureReader:
     """Read samples of a complete capture folder; shard files are memory-mapped and opened once.
 
@@ -153,6 +171,10 @@ class CaptureReader:
         taps, hidden = (self._states(entry.shard, name, rows) for name in ("taps", "last_hidden"))
         ids, mask = (self._files[entry.shard].get_slice(name)[rows] for name in ("input_ids", "loss_mask"))
         return Sample(entry.id, entry.split, taps, hidden, ids.long(), mask.bool())
+
+    def read_all(self, numbers: Sequence[int]) -> list[Sample]:
+        """These samples, in this order."""
+        return [self.read(number) for number in numbers]
 
     def _states(self, shard: str, name: str, rows: slice) -> Tensor:
         file = self._files[shard]

@@ -13,10 +13,11 @@ from eyas.export.folder import check_exportable, export_draft
 from eyas.formats.taps import default_boundaries
 from eyas.measure.bench import bench
 from eyas.measure.prompts import conversations
+from eyas.models.checkpoint import has_info, read_info
 from eyas.models.target import load_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
-from eyas.recipe import BenchSettings, Recipe
+from eyas.recipe import BenchSettings, CaptureSettings, Recipe
 from eyas.run import JSON, Manifest, is_complete, read_manifest, write_atomic
 from eyas.stage import result_stage
 from eyas.training.evaluate import evaluate
@@ -67,8 +68,9 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         refuse_early(recipe)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
     responses = stages.stage("responses", lambda out: respond(prompts, out, recipe.respond, target))
-    captures = stages.stage("captures", lambda out: capture(responses, out, recipe.capture, target))
-    draft = stages.stage("draft", lambda out: train(captures, out, recipe.train, recipe.draft, target))
+    captures = stages.stage("captures", lambda out: capture(responses, out, stored(recipe), target))
+    data = responses if recipe.train.online else captures
+    draft = stages.stage("draft", lambda out: train(data, out, recipe.train, recipe.draft, target, recipe.capture))
     evaluated = stages.result(
         "evaluate",
         recipe.evaluate.model_dump(mode="json"),
@@ -117,7 +119,15 @@ def refuse_early(recipe: Recipe) -> None:
         conversations(recipe.bench.prompts)
     target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
     boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
-    check_exportable(draft_config(target, boundaries, recipe.draft), recipe.export)
+    start = recipe.train.start_from
+    ours = start is not None and has_info(Path(start))
+    config = read_info(Path(start)).draft if ours else draft_config(target, boundaries, recipe.draft)
+    check_exportable(config, recipe.export)
+
+
+def stored(recipe: Recipe) -> CaptureSettings:
+    """What is captured: beside online training only what evaluation and checks read."""
+    return recipe.capture.model_copy(update={"split": "heldout"}) if recipe.train.online else recipe.capture
 
 
 def bench_settings(recipe: Recipe, prompts: Path) -> BenchSettings:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.data.shards import CaptureReader, Sample
+from eyas.data.shards import Sample, Samples
 from eyas.training.loss import Batch
 from eyas.training.rows import supervise
 from eyas.training.teacher import Teacher, next_tokens
@@ -42,10 +42,10 @@ def pack(indices: list[int], lengths: list[int], batch_tokens: int) -> list[list
 
 
 class Batches:
-    """Loads batches of one capture. The teacher's argmax is the next token where greedy decoding wrote the answer;
+    """Loads batches of captured samples. The teacher's argmax is the next token where greedy decoding wrote the answer;
     elsewhere it is computed once a sample and kept in a file, for it costs a third of a training step."""
 
-    def __init__(self, reader: CaptureReader, teacher: Teacher, *, steps: int, loss_on: str, argmax_file: Path) -> None:
+    def __init__(self, reader: Samples, teacher: Teacher, *, steps: int, loss_on: str, argmax_file: Path) -> None:
         self.reader, self.teacher = reader, teacher
         self.steps, self.loss_on = steps, loss_on
         self.next_is_argmax = reader.greedy and loss_on == "assistant"
@@ -54,7 +54,7 @@ class Batches:
 
     def load(self, indices: list[int], device: torch.device) -> Batch:
         """The batch of these samples, float32 states."""
-        samples = [self.reader.read(index) for index in indices]
+        samples = self.reader.read_all(indices)
         masks = [self._mask(sample) for sample in samples]
         argmax = [self._argmax(index, sample) for index, sample in zip(indices, samples, strict=True)]
         return Batch(

@@ -5,7 +5,7 @@ EAGLE-3 over-trains: its loss still falls when what a server accepts does so too
 
 from typing import Any
 
-from eyas.data.shards import CaptureReader
+from eyas.data.shards import Samples
 from eyas.models.draft import Draft
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.metrics import HELD_OUT
@@ -15,7 +15,7 @@ from eyas.training.teacher import Teacher
 class HeldOut:
     """The samples that are measured: `limit` of the held-out split, spread evenly; chains of `steps`."""
 
-    def __init__(self, reader: CaptureReader, teacher: Teacher, steps: int, limit: int) -> None:
+    def __init__(self, reader: Samples, teacher: Teacher, steps: int, limit: int) -> None:
         self.reader, self.teacher, self.steps = reader, teacher, steps
         usable = [number for number in reader.of_split("heldout") if _one_answer(reader, number)]
         count = min(limit, len(usable))
@@ -26,7 +26,7 @@ class HeldOut:
         """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows."""
         tally = Tally(self.steps)
         for number in self.chosen:
-            sample = self.reader.read(number)
+            (sample,) = self.reader.read_all([number])
             if number not in self.truths:
                 self.truths[number] = truth_of(sample, self.teacher)
             add_sample(tally, draft, sample, self.teacher, self.truths[number])
@@ -35,7 +35,7 @@ class HeldOut:
         return {HELD_OUT: round(found[kind], 6), "heldout_survival": found["survival"]}
 
 
-def _one_answer(reader: CaptureReader, number: int) -> bool:
+def _one_answer(reader: Samples, number: int) -> bool:
     """Whether a chain can be walked: two answer tokens or more, at the end and nowhere else."""
     entry, mask_T = reader.samples[number], reader.mask(number)
     prompt = int((~mask_T).sum())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.data.shards import CaptureReader
+from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, LatentShape
 from eyas.models.attention import GroupedAttention, LatentAttention
@@ -121,19 +121,20 @@ def _rope(config: Any) -> tuple[float, dict[str, Any] | None]:
     return theta, None if rope.get("rope_type", "default") == "default" else rope
 
 
-def count_tokens(reader: CaptureReader, indices: Iterable[int], loss_on: str, vocab_size: int) -> Tensor:
+def count_tokens(reader: Samples, indices: Iterable[int], loss_on: str, vocab_size: int) -> Tensor:
     """How often each target token is supervised in these samples [V]. Raises InputError where none is."""
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for index in indices:
-        sample = reader.read(index)
-        ids = sample.ids_T if loss_on == "all" else sample.ids_T[sample.loss_mask_T.bool()]
-        counts_V += torch.bincount(ids.to(torch.int64), minlength=vocab_size)
+        ids_T = torch.tensor(reader.ids(index))
+        supervised = ids_T if loss_on == "all" else ids_T[reader.mask(index)]
+        counts_V += torch.bincount(supervised, minlength=vocab_size)
     if not counts_V.any():
         raise InputError(
             wanted="captures with supervised tokens",
             got="an empty loss mask in every train sample",
             where="captures: loss_mask",
             next="eyas inspect CAPTURES; make the responses again, or train.loss_on=all",
+            code="mask_empty",
         )
     return counts_V
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from eyas.data.shards import CaptureReader
+from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.models.checkpoint import DraftInfo
@@ -19,13 +19,13 @@ def check_identity(wanted: TargetIdentity, got: TargetIdentity, where: Path, nex
         check_same(f"the target's {name}", getattr(wanted, name), getattr(got, name), where, next, "target_revision")
 
 
-def check_captures(manifest: Manifest, reader: CaptureReader, target: Target, where: Path) -> None:
+def check_captures(manifest: Manifest, reader: Samples, target: Target, where: Path) -> None:
     """Raise InputError unless `reader`'s states are this target's, of its tokenizer, and hold a train sample."""
     advice = "capture again with this target, or give the target of the captures (eyas inspect CAPTURES names it)"
     facts = manifest.facts
     check_identity(target.identity, TargetIdentity.model_validate(facts["target"]), where, advice)
-    check_same("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], where, advice)
-    check_same("template_hash", target.template_hash, facts["template_hash"], where, advice)
+    check_same("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], where, advice, "tokenizer_mismatch")
+    check_same("template_hash", target.template_hash, facts["template_hash"], where, advice, "template_mismatch")
     if not any(sample.split == "train" for sample in reader.samples):
         raise InputError(
             wanted="captured samples of the train split",
@@ -33,16 +33,17 @@ def check_captures(manifest: Manifest, reader: CaptureReader, target: Target, wh
             where=str(where),
             next="make prompts with prompts.train of at least 1",
         )
-    first = reader.read(0)
+    (first,) = reader.read_all([0])
     width = len(reader.boundaries) * target.hidden_size
     check_same("the width of the taps", width, first.taps_TA.shape[1], where, advice)
     check_same("the width of the last hidden", target.hidden_size, first.last_hidden_TH.shape[1], where, advice)
 
 
-def check_draft(info: DraftInfo, reader: CaptureReader, facts: dict[str, Any], where: Path) -> None:
+def check_draft(info: DraftInfo, reader: Samples, facts: dict[str, Any], where: Path) -> None:
     """Raise InputError unless a draft belongs to these captures."""
     advice = "give the captures of the draft's own target (eyas inspect DRAFT names it)"
     check_identity(info.target, TargetIdentity.model_validate(facts["target"]), where, advice)
-    check_same("the draft's boundaries", list(info.draft.boundaries), list(reader.boundaries), where, advice)
-    check_same("tokenizer_hash", info.tokenizer_hash, facts["tokenizer_hash"], where, advice)
-    check_same("template_hash", info.template_hash, facts["template_hash"], where, advice)
+    taps, captured = list(info.draft.boundaries), list(reader.boundaries)
+    check_same("the draft's boundaries", taps, captured, where, advice, "tap_offset")
+    check_same("tokenizer_hash", info.tokenizer_hash, facts["tokenizer_hash"], where, advice, "tokenizer_mismatch")
+    check_same("template_hash", info.template_hash, facts["template_hash"], where, advice, "template_mismatch")

@@ -18,22 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.data.shards import CaptureReader
+from eyas.data.shards import Samples
 from eyas.errors import InputError
-from eyas.models.checkpoint import DraftInfo, load_draft, make_info
+from eyas.models.checkpoint import DraftInfo, load_draft
 from eyas.models.draft import Draft
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
-from eyas.recipe import DraftSettings, TargetSettings, TrainSettings
+from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, hash_file, read_manifest
 from eyas.stage import Stage, begin
 from eyas.training.batches import Batches, order, pack
 from eyas.training.heldout import HeldOut
-from eyas.training.initialise import count_tokens, draft_config, new_draft
+from eyas.training.initialise import count_tokens
 from eyas.training.inputs import check_captures
 from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
+from eyas.training.start import open_samples, starting_draft, trainable
 from eyas.training.teacher import Teacher
 from eyas.training.trainer_state import restore, save_step, step_folders, trained
 
@@ -88,34 +89,41 @@ class Trainer:
 
 
 def train(
-    captures: Path,
+    data: Path,
     out: Path,
     settings: TrainSettings | None = None,
     draft: DraftSettings | None = None,
     target: TargetSettings | None = None,
+    capture: CaptureSettings | None = None,
 ) -> Manifest:
-    """Train a draft on `captures` into `out/step-N`, resuming what is there.
+    """Train a draft on `data` into `out/step-N`, resuming what is there.
 
-    Raises InputError for captures of another target, tokenizer or shape, an empty mask, an `out` made under other
-    settings, a loss that is not finite (the samples are named, the last checkpoint is kept), or a full disk.
+    `data` is a captures folder, or a responses folder: then the target runs beside the trainer and makes the states
+    that `capture` asks for. Raises InputError for data of another target, tokenizer or shape, an empty mask, an `out`
+    made under other settings, a loss that is not finite (the samples are named, the last checkpoint is kept), a full
+    disk.
     """
     settings, shape, named = settings or TrainSettings(), draft or DraftSettings(), target or TargetSettings()
-    recorded = {part: model.model_dump(mode="json") for part, model in (("train", settings), ("draft", shape))}
-    stage = begin(out, "draft", {**recorded, "target": named.model_dump(mode="json")}, {"captures": captures})
+    manifest = read_manifest(data)
+    online = data_is_online(manifest, settings, data)
+    settings = settings.model_copy(update={"online": online})
+    capture = capture or CaptureSettings()
+    parts = {"train": settings, "draft": shape, "target": named} | ({"capture": capture} if online else {})
+    recorded = {part: model.model_dump(mode="json") for part, model in parts.items()}
+    stage = begin(out, "draft", recorded, {manifest.stage: data})
     if stage.complete is not None:
         return stage.complete
-    manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
     loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
-    check_captures(manifest, reader, loaded, where=captures)
-    chosen = [index for index, sample in enumerate(reader.samples) if sample.split == "train"]
-    counts_V = count_tokens(reader, chosen, settings.loss_on, loaded.vocab_size)
+    samples = open_samples(data, manifest, loaded, named, capture, stage)
+    check_captures(manifest, samples, loaded, where=data)
+    chosen = samples.of_split("train")
+    counts_V = count_tokens(samples, chosen, settings.loss_on, loaded.vocab_size)
     if "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
         stage.save(precision=precision(settings))
-    dtype = DTYPES[stage.decided["precision"]]
-    trainer = prepare(out, loaded, reader, chosen, counts_V, settings, shape, dtype)
-    chosen_step, measured = run(trainer, stage, held_out(trainer, reader))
+    trainer = prepare(stage, loaded, samples, manifest, counts_V, settings, shape)
+    step, measured = run(trainer, stage, held_out(trainer, samples))
     facts = {
-        "draft": chosen_step.name,
+        "draft": step.name,
         "target": loaded.identity.model_dump(mode="json"),
         "tokenizer_hash": loaded.tokenizer_hash,
         "template_hash": loaded.template_hash,
@@ -125,47 +133,52 @@ def train(
         "precision": stage.decided["precision"],
         **measured,
     }
-    paths = (*sorted(chosen_step.iterdir()), out / METRICS, out / EVENTS)
+    paths = (*sorted(step.iterdir()), out / METRICS, out / EVENTS)
     files = {str(path.relative_to(out)): hash_file(path) for path in paths}
     return stage.finish(files=files, facts=facts)
 
 
+def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> bool:
+    """Whether `data` are responses, whose states the target must make. Raises InputError for any other stage's folder,
+    and for captures under `train.online`."""
+    wanted = ("responses",) if settings.online else ("captures", "responses")
+    if manifest.stage not in wanted:
+        raise InputError(
+            wanted=f"a {' or '.join(wanted)} folder",
+            got=f"a {manifest.stage} folder",
+            where=str(data),
+            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (train.online=false)",
+        )
+    return manifest.stage == "responses"
+
+
 def prepare(
-    out: Path,
+    stage: Stage,
     target: Target,
-    reader: CaptureReader,
-    chosen: list[int],
+    samples: Samples,
+    manifest: Manifest,
     counts_V: Tensor,
     settings: TrainSettings,
     shape: DraftSettings,
-    dtype: torch.dtype,
 ) -> Trainer:
-    """A trainer at the newest checkpoint in `out`, or at its start."""
+    """A trainer at the newest checkpoint of the stage's folder, or at its start."""
+    out = stage.folder
     folder = next(reversed(step_folders(out)), None)
     if folder is not None:
         draft, info = load_draft(folder, target.embedding)
-        draft.train().requires_grad_(True)
-        draft.embed_tokens.weight.requires_grad_(info.draft.own_embedding)
     else:
-        config = draft_config(target, reader.boundaries, shape)
-        draft = new_draft(target, config, counts_V, settings.initialise, settings.seed).train()
-        info = make_info(
-            draft,
-            target.identity,
-            tokenizer_hash=target.tokenizer_hash,
-            template_hash=target.template_hash,
-            ttt_length=settings.ttt_length,
-            loss_on=settings.loss_on,
-            last_hidden_norm=reader.last_hidden_norm,
-        )
-    teacher = Teacher(target, target_ids(draft.d2t), reader.last_hidden_norm)
+        draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
+    trainable(draft)
+    teacher = Teacher(target, target_ids(draft.d2t), samples.last_hidden_norm)
     batches = Batches(
-        reader, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=out / "argmax.int32"
+        samples, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=out / "argmax.int32"
     )
-    lengths = [sample.length for sample in reader.samples]
-    trained_on = [chosen[index] for index in order(len(chosen), settings.epochs, settings.seed)]
+    lengths = [sample.length for sample in samples.samples]
+    train_split = samples.of_split("train")
+    trained_on = [train_split[index] for index in order(len(train_split), settings.epochs, settings.seed)]
     packed = pack(trained_on, lengths, settings.batch_tokens)
     plan = [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
+    dtype = DTYPES[stage.decided["precision"]]
     trainer = Trainer(draft, info, make_optimiser(draft, settings), teacher, batches, plan, lengths, settings, dtype)
     if folder is not None:
         trainer.step, trainer.tokens = restore(folder, draft, trainer.optimiser)
@@ -173,12 +186,12 @@ def prepare(
     return trainer
 
 
-def held_out(trainer: Trainer, reader: CaptureReader) -> HeldOut | None:
+def held_out(trainer: Trainer, samples: Samples) -> HeldOut | None:
     """What is measured while training; None where it is switched off or nothing is held out."""
     settings = trainer.settings
     if settings.evaluate_every == 0:
         return None
-    found = HeldOut(reader, trainer.teacher, settings.ttt_length, settings.evaluate_samples)
+    found = HeldOut(samples, trainer.teacher, settings.ttt_length, settings.evaluate_samples)
     if not found.chosen:
         say("train: no held-out sample, so accept length is not measured and the last step is the draft")
         return None

@@ -1,0 +1,131 @@
+"""What a run starts from: samples, stored or made beside it, and a draft, new or somebody's.
+
+Shapes: V target vocabulary.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyas.data.captures import chosen_precision
+from eyas.data.online import TargetSamples
+from eyas.data.shards import CaptureReader, Samples
+from eyas.errors import InputError
+from eyas.formats.draft_config import DraftConfig
+from eyas.models.checkpoint import DraftInfo, has_info, load_draft, make_info, read_info
+from eyas.models.draft import Draft
+from eyas.models.foreign import NamedTarget
+from eyas.models.target import DTYPES, Target, load_target
+from eyas.models.vocab import build_vocab, coverage
+from eyas.progress import say
+from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
+from eyas.run import Manifest, check_same
+from eyas.stage import Stage
+from eyas.training.initialise import draft_config, new_draft, special_ids
+from eyas.training.inputs import check_draft
+
+NORM_CODES = {"before": "teacher_double_normed", "after": "teacher_not_normed"}
+"""What a teacher of the draft's norm state would be over states of the other one."""
+SHAPE = set(DraftSettings.model_fields) & set(DraftConfig.model_fields)
+"""Settings of a new draft that another's config answers under the same name."""
+
+
+def open_samples(
+    data: Path, manifest: Manifest, target: Target, named: TargetSettings, capture: CaptureSettings, stage: Stage
+) -> Samples:
+    """The samples of a captures folder; of a responses folder with their states made by the target, as `capture` says.
+
+    What `auto` measured at the first start holds for every resumption.
+    """
+    if manifest.stage == "captures":
+        return CaptureReader(data)
+    if "capture_precision" not in stage.decided:
+        stage.save(capture_precision=chosen_precision(capture))
+    dtype = DTYPES[stage.decided["capture_precision"]]
+    same = dtype == target.dtype
+    runner = target if same else load_target(named.name, dtype=dtype, trust_remote_code=named.trust_remote_code)
+    return TargetSamples(data, manifest, runner, capture)
+
+
+def starting_draft(
+    target: Target,
+    samples: Samples,
+    manifest: Manifest,
+    counts_V: Tensor,
+    settings: TrainSettings,
+    shape: DraftSettings,
+) -> tuple[Draft, DraftInfo]:
+    """The draft before its first step, and its `eyas` block."""
+    if settings.start_from is None:
+        config = draft_config(target, samples.boundaries, shape)
+        draft = new_draft(target, config, counts_V, settings.initialise, settings.seed)
+    else:
+        draft = somebodys_draft(Path(settings.start_from), target, samples, manifest, shape)
+        say_coverage(draft, target, counts_V)
+    info = make_info(
+        draft,
+        target.identity,
+        tokenizer_hash=target.tokenizer_hash,
+        template_hash=target.template_hash,
+        ttt_length=settings.ttt_length,
+        loss_on=settings.loss_on,
+        last_hidden_norm=samples.last_hidden_norm,
+    )
+    return draft, info
+
+
+def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Manifest, shape: DraftSettings) -> Draft:
+    """A draft to go on from: ours, or EAGLE's, SpecForge's, speculators' or ModelOpt's, its vocabulary map kept.
+
+    Raises InputError, with the finding's code, for a draft of another target, taps, tokenizer, template or norm state,
+    for one that is not of the shape asked for, and for a map that leaves out a stop token. Of a draft made elsewhere
+    only what its file says can be compared.
+    """
+    advice = "give a draft of this target and its captures (eyas inspect DRAFT), or leave out train.start_from"
+    if has_info(folder):
+        info = read_info(folder)
+        check_draft(info, samples, manifest.facts, folder)
+        norm = info.last_hidden_norm
+        check_same("last_hidden_norm", norm, samples.last_hidden_norm, folder, advice, NORM_CODES[norm])
+    named = NamedTarget(target.identity, target.context_length, target.embedding)
+    draft, _ = load_draft(folder, target.embedding, torch.float32, named, samples.boundaries)
+    check_shape(draft.config, shape, folder)
+    lost = [stop for stop in target.stop_ids if not draft.t2d[stop]]
+    if lost:
+        raise InputError(
+            wanted=f"a draft vocabulary that holds the stop tokens {list(target.stop_ids)}",
+            got=f"{lost} left out: the end of an answer could never be drafted",
+            where=f"{folder}: t2d",
+            next="train a new draft: its map keeps them",
+            code="vocab_mismatch",
+        )
+    return draft.to(target.embedding.device)
+
+
+def check_shape(config: DraftConfig, shape: DraftSettings, folder: Path) -> None:
+    """Raise InputError where a setting that was made (not a default) asks for another shape than the draft has."""
+    advice = "leave it out: a draft that is gone on from keeps its shape"
+    made = {name: getattr(shape, name) for name in sorted(shape.model_fields_set)}
+    for name, wanted in made.items():
+        if name == "vocab_size":
+            wanted = min(shape.vocab_size, config.vocab_size)
+            check_same("draft.vocab_size", wanted, config.draft_vocab_size, folder, advice)
+        elif name in SHAPE and wanted is not None:
+            check_same(f"draft.{name}", wanted, getattr(config, name), folder, advice)
+
+
+def say_coverage(draft: Draft, target: Target, counts_V: Tensor) -> None:
+    """How well a map made for other answers fits these."""
+    fresh_V = build_vocab(counts_V, draft.config.draft_vocab_size, special_ids(target, counts_V))[1]
+    say(
+        f"train: the draft's own vocabulary holds {coverage(counts_V, draft.t2d.cpu()):.1%} of the supervised tokens; "
+        f"one made of them would hold {coverage(counts_V, fresh_V):.1%}"
+    )
+
+
+def trainable(draft: Draft) -> Draft:
+    """In training mode, everything moved but a shared embedding."""
+    draft.train().requires_grad_(True)
+    draft.embed_tokens.weight.requires_grad_(draft.config.own_embedding)
+    return draft
