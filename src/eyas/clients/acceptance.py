@@ -21,9 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx2
-
-from eyas.clients.health import client, get
+from eyas.clients.health import client, get, get_json
 from eyas.clients.metrics import Metrics, parse_metrics
 
 NEAR_ONE = 1.1
@@ -138,11 +136,9 @@ def read_counters(url: str, time: float) -> Counters | None:
         found = counters_of(parse_metrics(body), time) if status == 200 else None
         if found is not None:
             return found
-        try:
-            states = http.get("/server_info").json()["internal_states"]
-            lengths = [state["avg_spec_accept_length"] for state in states if state.get("avg_spec_accept_length")]
-        except (httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        states = get_json(http, "/server_info").get("internal_states")
+    told = [state.get("avg_spec_accept_length") for state in states or () if isinstance(state, dict)]
+    lengths = [length for length in told if isinstance(length, int | float) and length >= 1]
     return Counters(time, gauge=sum(lengths) / len(lengths), source="/server_info") if lengths else None
 
 

@@ -9,8 +9,10 @@
 Read in SGLang 0.5.11 to 0.5.23 entrypoints/http_server.py (0.5.17 and before have no /ready) and vLLM 0.33.
 """
 
+import json
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2
 
@@ -60,6 +62,16 @@ def get(http: httpx2.Client, path: str) -> tuple[int | None, str, str | None]:
         return answer.status_code, b"".join(pieces).decode(errors="replace"), None
     except httpx2.HTTPError as error:
         return None, "", type(error).__name__ + (f": {error}" if str(error) else "")
+
+
+def get_json(http: httpx2.Client, path: str) -> dict[str, Any]:
+    """A server's JSON object at `path`; an empty one where it has none."""
+    status, body, _ = get(http, path)
+    try:
+        found = json.loads(body) if status == 200 else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Prober:
@@ -113,9 +125,7 @@ def probe(url: str, timeout_s: float = TIMEOUT_S) -> Health:
 def engine_of(url: str) -> str | None:
     """Which engine answers: sglang, vllm, embedded; None where it does not say. Generates nothing."""
     with client(url) as http:
-        try:
-            answer = http.get("/v1/models")
-            owner = answer.json()["data"][0].get("owned_by")
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError, AttributeError, TypeError):
-            return None
+        models = get_json(http, "/v1/models").get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    owner = first.get("owned_by") if isinstance(first, dict) else None
     return ENGINES_BY_OWNER.get(owner) if isinstance(owner, str) else None

@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
 from eyas.clients.acceptance import Acceptance, read_counters
-from eyas.clients.health import client, engine_of, probe
+from eyas.clients.health import client, engine_of, get_json, probe
 from eyas.clients.openai import OpenAI
 from eyas.data.bank import load_test_set
 from eyas.data.prompts import read_prompts
@@ -70,14 +68,8 @@ def check_url(
 
 
 def _json(url: str, path: str) -> dict[str, Any]:
-    """A server's JSON object; an empty one where it has none."""
     with client(url) as http:
-        try:
-            answer = http.get(path)
-            raw = answer.json() if answer.status_code == 200 else {}
-        except (httpx2.HTTPError, ValueError):
-            return {}
-    return raw if isinstance(raw, dict) else {}
+        return get_json(http, path)
 
 
 def _spelled(found: Found, name: str | None, info: dict[str, Any]) -> str | None:

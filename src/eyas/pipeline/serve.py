@@ -29,6 +29,7 @@ from eyas.run import cache_folder, is_complete
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.preflight import preflight
 from eyas.wiring.preflight.machine import port_problem
+from eyas.wiring.static_checks import check_tables
 
 ENDED = ("crashed", "stopped")
 SERVE, PLAIN, EXPORT = "serve", "serve-plain", "export"
@@ -144,6 +145,8 @@ def look_ahead(command: Command, engine: str) -> dict[str, Any]:
     if command.engine == "embedded":
         problem = port_problem(command.port)
         found = findings([] if problem is None else [problem], "launch")
+        if command.draft is not None and Path(command.draft).is_dir():
+            found += check_tables(Path(command.draft)).findings
         return _preflight_words("fail" if found else "pass", found, {}, None)
     launch = parse_launch(engine, command.argv[1:], command.env)
     draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
