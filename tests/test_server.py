@@ -1,0 +1,354 @@
+"""The embedded server as a process on a tiny target: OpenAI's client unchanged, errors in OpenAI's shape, limits, an
+orderly end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from eyas.clients.acceptance import read_counters
+from eyas.clients.health import engine_of, probe
+from eyas.clients.metrics import parse_metrics
+from eyas.launch.log_state import read_log
+from eyas.models.target import load_target
+from tiny import save_tiny_target
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+LONG: list[Any] = [{"role": "user", "content": "x" * 2000}]
+TWO_LIMITS = {"max_tokens": 2, "max_completion_tokens": 3}
+FLAGS = ("--ngram", "3", "--max-running", "3", "--max-waiting", "3", "--max-output", "900", "--max-body", "20000")
+
+
+class Served:
+    """A server with its log."""
+
+    def __init__(self, target: Path, *flags: str) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx2.Client(base_url=self.url, trust_env=False, timeout=60)
+        self.log = target.parent / f"server-{self.port}.log"
+        words = ["--target", str(target), "--served-model-name", "tiny", "--dtype", "float32", "--port", str(self.port)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "eyas.engine.server", *words, *flags], stderr=log, stdout=log, env=os.environ
+            )
+
+    def wait(self) -> "Served":
+        deadline = time.monotonic() + 120
+        while not probe(self.url).ready:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        return self
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(30)
+        self.http.close()
+        return code
+
+    def get(self, path: str, **more: Any) -> httpx2.Response:
+        return self.http.get(path, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        kind = {"json": body} if not isinstance(body, bytes) else {"content": body}
+        return self.http.post(path, **kind, **more)
+
+    def total(self, name: str) -> float:
+        return parse_metrics(self.get("/metrics").text).total(f"eyas:{name}") or 0.0
+
+    def settled(self) -> bool:
+        """Whether nothing runs or waits, within a moment."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if self.total("num_requests_running") == self.total("num_requests_waiting") == 0:
+                return True
+            time.sleep(0.05)
+        return False
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(target: Path) -> Iterator[Served]:
+    server = Served(target, *FLAGS).wait()
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=HELLO, **{"temperature": 0, "max_tokens": 24} | more)
+
+
+# The client, unchanged
+
+
+def test_the_openai_client_lists_answers_and_streams(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "eyas"
+    whole = chat(client)
+    assert whole.choices[0].message.role == "assistant" and whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (45, 24, 69)
+    events = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == whole.choices[0].message.content
+    assert events[0].choices[0].delta.role == "assistant"
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "length"
+    assert events[-1].choices == [] and events[-1].usage.total_tokens == 69
+
+
+def test_a_greedy_answer_is_the_bare_engines(served: Served, target: Path) -> None:
+    from eyas.engine.generate import Engine
+
+    engine = Engine(load_target(str(target)), announce=False)
+    ids = [7, 9, 100, 50, 60]
+    expected = list(engine.generate(ids, 30, ignore_eos=True).ids)
+    body = {"prompt": ids, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: served.post("/v1/completions", body).json(), range(6)))
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
+    assert answers[0]["choices"][0]["prompt_token_ids"] == ids
+
+
+def test_a_completion_continues_text_or_ids_and_echoes(client: openai.OpenAI) -> None:
+    by_text = client.completions.create(model="tiny", prompt="abc", max_tokens=8, temperature=0, echo=True)
+    ids = [3 + sorted_alphabet().index(letter) for letter in "abc"]
+    by_ids = client.completions.create(model="tiny", prompt=ids, max_tokens=8, temperature=0)
+    assert by_text.choices[0].text == "abc" + by_ids.choices[0].text
+    several = client.completions.create(model="tiny", prompt=["abc", "abd"], n=2, max_tokens=4, temperature=0)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == by_ids.choices[0].text[: len(several.choices[0].text)]
+
+
+def sorted_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_seeds_choices_and_penalties_change_what_is_drawn(client: openai.OpenAI) -> None:
+    drawn = chat(client, temperature=1.2, seed=3, n=3)
+    again = chat(client, temperature=1.2, seed=4)
+    texts = [choice.message.content for choice in drawn.choices]
+    assert len(set(texts)) == 3 and again.choices[0].message.content == texts[1]
+    greedy = chat(client, logprobs=True).choices[0].logprobs.content
+    banned = chat(client, logit_bias={"5": 100.0}, logprobs=True).choices[0].logprobs.content
+    assert len({note.token for note in banned}) == 1 and len({note.token for note in greedy}) > 1
+    frequent = chat(client, frequency_penalty=2.0, presence_penalty=2.0).choices[0].message.content
+    assert frequent != chat(client).choices[0].message.content
+
+
+def test_logprobs_are_listed_most_likely_first(client: openai.OpenAI) -> None:
+    content = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(content) == 24
+    for note in content:
+        assert note.logprob == note.top_logprobs[0].logprob < 0 and note.token == note.top_logprobs[0].token
+        assert [top.logprob for top in note.top_logprobs] == sorted(
+            (top.logprob for top in note.top_logprobs), reverse=True
+        )
+    listed = client.completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0, logprobs=2).choices[0]
+    assert listed.logprobs is not None and listed.logprobs.token_logprobs is not None
+    assert len(listed.logprobs.token_logprobs) == 5
+    streamed = [e.choices[0].logprobs for e in chat(client, logprobs=True, stream=True) if e.choices]
+    assert [n.logprob for one in streamed if one for n in one.content] == [note.logprob for note in content]
+
+
+def test_stops_end_the_answer_and_are_not_part_of_it(client: openai.OpenAI, served: Served) -> None:
+    full = chat(client).choices[0].message.content
+    stop = full[6:8]
+    expected = full[: full.index(stop)]
+    stopped = chat(client, stop=["never there", stop])
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == (expected, "stop")
+    assert stopped.choices[0].stop_reason == stop
+    streamed = list(chat(client, stop=stop, stream=True))
+    assert "".join(e.choices[0].delta.content or "" for e in streamed) == expected
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    ids = served.post("/v1/completions", body).json()["choices"][0]["token_ids"]
+    ended = served.post("/v1/completions", body | {"stop_token_ids": [ids[4]]}).json()["choices"][0]
+    first = ids.index(ids[4])
+    assert ended["token_ids"] == ids[: first + 1] and (ended["finish_reason"], ended["stop_reason"]) == ("stop", ids[4])
+
+
+def test_what_was_drafted_is_told_by_answer_and_by_metrics(served: Served) -> None:
+    before = read_counters(served.url, 0.0)
+    body = {"prompt": [9, 8, 7, 6] * 12, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "mark_accepted": True}
+    choice = served.post("/v1/completions", body).json()["choices"][0]
+    meta, marks = choice["meta_info"], choice["accepted"]
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert sum(histogram) == meta["spec_verify_ct"] > 0
+    accepted = sum(count * rounds for count, rounds in enumerate(histogram))
+    assert accepted == meta["spec_num_correct_drafts"] <= meta["spec_num_proposed_drafts"]
+    assert "".join(text for text, _ in marks) == choice["text"]
+    assert sum(drafted for _, drafted in marks) in range(accepted - 3, accepted + 1)  # the last round may be cut
+    after = read_counters(served.url, 1.0)
+    assert after is not None
+    gained = after.since(before)
+    assert gained is not None and gained.rounds == meta["spec_verify_ct"]
+    assert gained.accept_length == pytest.approx(meta["accept_length"]) == 1 + accepted / sum(histogram)
+    assert gained.survival is not None and 1 + sum(gained.survival) == pytest.approx(gained.accept_length)
+    plain = served.post("/v1/completions", body | {"num_steps": 0}).json()["choices"][0]
+    assert plain["text"] == choice["text"] and plain["meta_info"]["spec_verify_ct"] == 0
+
+
+def test_health_models_and_log_are_what_the_clients_read(served: Served) -> None:
+    assert probe(served.url).ready and engine_of(served.url) == "embedded"
+    state = read_log(served.log)
+    assert (state.engine, state.phase, state.state) == ("embedded", "ready", "ready")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("chat/completions", b"{", 400, "invalid_json", None),
+        ("chat/completions", b'{"messages": "\xff"}', 400, "invalid_json", None),
+        ("chat/completions", b"[" * 9000, 400, "invalid_json", None),
+        ("chat/completions", b"", 400, "invalid_json", None),
+        ("chat/completions", {"model": "tiny"}, 400, "invalid_value", "messages"),
+        ("chat/completions", {"messages": []}, 400, "invalid_value", "messages"),
+        ("chat/completions", {"messages": HELLO, "model": "gpt-9"}, 404, "model_not_found", "model"),
+        ("chat/completions", {"messages": HELLO, "temprature": 0}, 400, "unknown_parameter", "temprature"),
+        ("chat/completions", {"messages": HELLO, "temperature": "0"}, 400, "invalid_value", "temperature"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ("chat/completions", {"messages": HELLO, **TWO_LIMITS}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": HELLO, "stream_options": {}}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": HELLO, "logit_bias": {"259": 1}}, 400, None, "logit_bias"),
+        ("chat/completions", {"messages": LONG}, 400, "context_length_exceeded", "prompt"),
+        ("completions", {"prompt": [259]}, 400, None, "prompt"),
+        ("completions", {"prompt": ""}, 400, "empty_prompt", "prompt"),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, "invalid_value", None),
+        ("completions", {"prompt": "a" * 30000}, 413, "body_too_large", None),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_told_in_openais_shape(
+    served: Served, path: str, body: Any, status: int, code: str | None, param: str | None
+) -> None:
+    answer = served.post(f"/v1/{path}", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, error["type"])
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    if param is not None:
+        assert error["param"].startswith(param)
+
+
+def test_unknown_paths_and_methods_are_told_too(served: Served, client: openai.OpenAI) -> None:
+    assert served.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    wrong = served.get("/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError, match="Unknown field: functions"):
+        chat(client, extra_body={"functions": []})
+
+
+def test_a_full_house_is_told_at_once_and_disturbs_nobody(served: Served) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 900, "temperature": 0, "ignore_eos": True, "num_steps": 0}
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: served.post("/v1/completions", body), range(12)))
+    statuses = sorted(answer.status_code for answer in answers)
+    assert set(statuses) == {200, 429} and statuses.count(200) >= 6
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"] == "1"
+    assert len({answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}) == 1
+    assert served.settled() and probe(served.url).ready
+
+
+def test_a_client_that_goes_away_cancels_its_text(served: Served) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 900, "temperature": 0, "ignore_eos": True, "num_steps": 0}
+    before = served.total("generation_tokens_total")
+    for stream in (True, False):
+        with socket.create_connection(("127.0.0.1", served.port)) as raw:
+            words = json.dumps(body | {"stream": stream}).encode()
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(words), words)
+            )
+            while served.total("num_requests_running") == 0:
+                time.sleep(0.01)
+        assert served.settled()
+    assert served.total("generation_tokens_total") - before < 1800, "neither was made to its end"
+
+
+def test_nothing_is_left_of_hundreds_of_requests(served: Served) -> None:
+    process = psutil.Process(served.process.pid)
+    body = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
+
+    def ask(index: int) -> int:
+        more: dict[str, Any] = [{}, {"stream": True}, {"max_tokens": "x"}, {"n": 2}][index % 4]
+        return served.post("/v1/completions", body | more).status_code
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, range(60)))
+        assert served.settled()
+        before = process.num_fds(), process.num_threads(), served.total("kv_cache_rows_remembered")
+        list(pool.map(ask, range(240)))
+    assert served.settled()
+    deadline = time.monotonic() + 10
+    while process.num_fds() > before[0] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    after = process.num_fds(), process.num_threads(), served.total("kv_cache_rows_remembered")
+    assert after[0] <= before[0] and after[1:] == before[1:]
+    assert served.total("kv_cache_rows_used") == 0
+
+
+# Start and end
+
+
+def test_a_key_is_asked_for_where_one_is_set_and_an_end_is_orderly(target: Path) -> None:
+    server = Served(target, "--api-key", "secret", "--grace-s", "20").wait()
+    try:
+        assert server.get("/v1/models").status_code == 401
+        assert (
+            server.get("/v1/models", headers={"authorization": "Bearer secreT"}).json()["error"]["code"]
+            == "invalid_api_key"
+        )
+        key = {"authorization": "Bearer secret"}
+        assert server.get("/v1/models", headers=key).status_code == 200
+        body = {"prompt": [5, 6, 7], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", body, headers=key)
+            while server.total("num_requests_running") == 0:
+                time.sleep(0.01)
+            code = server.stop()
+            assert running.result().json()["usage"]["completion_tokens"] == 600, "what runs is finished"
+        assert code == 0
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+    text = server.log.read_text()
+    phases = re.findall(r"\[eyas\] (?:phase=)?(\w+)", text)
+    assert phases == ["args", "weights", "compile", "kv_cache", "warmup", "http", "ready", "stopped"]
+    assert read_log(server.log).state == "stopped"
+
+
+def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, served: Served) -> None:
+    words = ["--target", str(target), "--port", str(served.port)]
+    done = subprocess.run(
+        [sys.executable, "-m", "eyas.engine.server", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and "failed=port_busy" in done.stderr and "phase=weights" not in done.stderr
