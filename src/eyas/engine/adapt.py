@@ -24,6 +24,8 @@ HOPE, WEIGHT = 0.6, 2.0
 the level before it."""
 PATIENCE, MOST_PATIENCE = 16, 256
 """Rounds until an arm left aside is tried again, at first and at most."""
+MARGIN = 1.03
+"""Drafting must promise so much more than plain decoding: costs and acceptance are estimates."""
 TRY, FADE = 6, 0.25
 """Rounds of a try, and what its outcome leaves of what was known before."""
 LONGEST_CLASS = 4
@@ -171,7 +173,7 @@ class AdaptiveProposer:
         """The arm to run, None for a plain step: the best, or one whose time for another try has come."""
         best = max(rates, key=lambda name: rates[name], default=None)
         rests = not (self.fixed and self.draft)
-        if best is not None and rests and rates[best] <= 1 / self.costs.ngram[0]:
+        if best is not None and rests and rates[best] <= MARGIN / self.costs.ngram[0]:
             best = None
         due = next((name for name in rates if name != best and self.arms[name].due), None)
         for name in rates:
