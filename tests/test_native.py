@@ -210,7 +210,7 @@ def test_kernels_that_fail_their_self_test_are_left_aside_aloud(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(start_module, "check_rows", lambda forward, most: False)
+    monkeypatch.setattr(start_module, "check_rows", lambda forward, most, borders: False)
     monkeypatch.setattr(start_module, "say", said.append)
     engine = Engine(target_of(CONFIGS["llama"]), num_steps=2, announce=False)
     assert engine.facts.path == "plain"

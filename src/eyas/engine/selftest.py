@@ -33,11 +33,14 @@ def rows_are_invariant(forward: Forward, count: int, start: int) -> bool:
     )
 
 
-def check_rows(forward: Forward, count: int) -> bool:
-    """`rows_are_invariant` early in a sequence, where rows lie on both sides of a length border, and beyond it."""
+def check_rows(forward: Forward, count: int, *, borders: bool = True) -> bool:
+    """`rows_are_invariant` early in a sequence, where rows lie on both sides of a length border, and beyond it.
+
+    `borders` False: of a forward that attends over as many rows as there are, and so has none.
+    """
     border = forward.cache.block
-    starts = [8]
-    if border + 3 * count <= forward.target.context_length:
+    starts = [8] if borders else [8, 45]
+    if borders and border + 3 * count <= forward.target.context_length:
         starts += [border - max(1, count // 2), border + count]
     forward.cache.reserve(border + 3 * count)
     forward.prefill(_ids(starts[-1], forward.target.vocab_size, seed=0))

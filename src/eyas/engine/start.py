@@ -46,7 +46,7 @@ def _native(target: Target, boundaries: Sequence[int], most: int, int8: bool) ->
     if isinstance(library, str):
         return library
     forward = NativeForward(target, library, boundaries, int8=int8)
-    if not check_rows(forward, most):
+    if not check_rows(forward, most, borders=False):
         reason = "compiled kernels fail the self-test of rows"
         say(f"engine: {reason}: plain path")
         return reason
