@@ -81,6 +81,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     prompts = bench_prompts("test", target, None, args.tokens)
     first = simulated.generate(prompts[0].ids, 2)
     start_seconds = time.perf_counter() - started - first.seconds_decode
+    rounded = Engine(
+        target, make_draft(target, args.draft), drafting=simulated.drafting, draft_int8=True, announce=False
+    )
     int8 = Engine(load_target(args.target, dtype="bfloat16"), int8=True)
     hugging_face = load_target(args.target, dtype="bfloat16")
     spans = Spans()
@@ -89,6 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "plain_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 0)),
         "plain_int8": Way(lambda prompt: decode(int8, prompt, args.tokens, 0)),
         "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, spans)),
+        "simulated_bf16_draft_int8": Way(lambda prompt: decode(rounded, prompt, args.tokens, 3)),
     }
     rounds: list[int] = []
     steps: int = args.num_steps
@@ -106,6 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "plain_bf16_over_hf": ratio(rates, "plain_bf16", "hf"),
         "plain_int8_over_bf16": ratio(rates, "plain_int8", "plain_bf16"),
         "speedup_at_simulated_3": ratio(rates, "simulated_bf16", "plain_bf16"),
+        "speedup_at_simulated_3_draft_int8": ratio(rates, "simulated_bf16_draft_int8", "plain_bf16"),
         "fraction_of_floor": floors[""],
         "fraction_of_floor_int8": floors["_int8"],
         "accept_length": round(accept_length(rounds), 3) if rounds else None,

@@ -19,6 +19,7 @@ from eyas.progress import say
 from eyas.run import cache_folder, hash_bytes
 
 SOURCE = Path(__file__).with_name("native.cpp")
+HEADERS = (SOURCE.with_name("products.hpp"), SOURCE.with_name("lanes.hpp"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
 OFF = "EYAS_NATIVE"
@@ -67,7 +68,9 @@ def _key(compiler: str) -> str:
     info = Path("/proc/cpuinfo")
     first = info.read_text().split("\n\n")[0] if info.is_file() else platform.processor()
     facts = [line for line in first.splitlines() if line.split(":")[0].strip() in ("flags", "Features", "model name")]
-    return hash_bytes("\n".join([*facts, version, *FLAGS]).encode() + SOURCE.read_bytes())[:16]
+    return hash_bytes(
+        "\n".join([*facts, version, *FLAGS]).encode() + b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    )[:16]
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
