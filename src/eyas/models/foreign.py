@@ -99,6 +99,7 @@ def _check_stated(file: DraftFile, boundaries: Sequence[int], where: str) -> Non
             got=f"{list(boundaries)}, as stated or captured",
             where=where,
             next=f"--boundaries {','.join(map(str, says))}, or mend the layer ids in config.json",
+            code="tap_offset",
         )
 
 

@@ -20,7 +20,7 @@ def report_text(recipe: Recipe, result: JSON) -> str:
         f"# {recipe.name}: an EAGLE-3 draft for {recipe.target.name}",
         table(result["bench"]),
         acceptance(result),
-        wiring(result["check"]),
+        wiring(result),
         places(result),
         conditions(recipe, result),
     ]
@@ -62,13 +62,14 @@ def acceptance(result: JSON) -> str:
     return "\n".join(lines)
 
 
-def wiring(check: JSON) -> str:
+def wiring(result: JSON) -> str:
     """What was checked and what was found."""
+    check = result["check"]
     lines = ["## Wiring", "", f"Verdict: {check['verdict']}.", "", "| check | status | evidence |", "|---|---|---|"]
     lines += [f"| {one['name']} | {one['status']} | {one['evidence']} |" for one in check["checks"]]
     lines += [
         f"\n{finding['severity']}: {finding['code']}: {finding['message']} Fix: {finding['fix']}"
-        for finding in check["findings"]
+        for finding in [*check["findings"], *result["findings"]]
     ]
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config
 from eyas.training.loop import train
 from eyas.wiring.check import check
+from eyas.wiring.findings import CODES, Finding
 
 
 class Stages:
@@ -59,11 +60,15 @@ class Stages:
 
 
 def run_recipe(recipe: Recipe, folder: Path) -> JSON:
-    """Run a recipe into `folder`. Returns `stages`, `draft`, `evaluate`, `check`, `bench` and where all of it lies.
+    """Run a recipe into `folder`. Returns `stages`, `draft`, `evaluate`, `check`, `bench`, the recipe's own `findings`
+    and where all of it lies.
 
     Raises InputError where a folder there was made under other values; nothing already written is lost.
     """
     stages, target = Stages(folder), recipe.target
+    findings = chain_findings(recipe)
+    for found in findings:
+        say(f"{found.severity}: {found.code}: {found.where} = {found.found}, {found.expected}. {found.fix}")
     if not is_complete(folder / "export"):
         refuse_early(recipe)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
@@ -99,6 +104,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         "check": checked,
         "acceptance_parity": next(one.get("facts") for one in checked["checks"] if one["name"] == "acceptance"),
         "bench": benched,
+        "findings": [found.model_dump() for found in findings],
         "report": str((folder / "report.md").absolute()),
     }
     write_atomic(folder / "recipe.json", recipe.model_dump_json(indent=1) + "\n")
@@ -123,6 +129,25 @@ def refuse_early(recipe: Recipe) -> None:
     ours = start is not None and has_info(Path(start))
     config = read_info(Path(start)).draft if ours else draft_config(target, boundaries, recipe.draft)
     check_exportable(config, recipe.export)
+
+
+def chain_findings(recipe: Recipe) -> list[Finding]:
+    """Chains that the recipe will serve or measure and that are longer than training unrolls."""
+    trained = recipe.train.ttt_length
+    chains = {"bench.num_steps": recipe.bench.num_steps, "serve.num_steps": recipe.serve.num_steps}
+    return [
+        Finding(
+            code="ttt_mismatch",
+            severity=CODES["ttt_mismatch"].severity,
+            where=f"recipe: {key}",
+            expected=f"at most train.ttt_length = {trained}",
+            found=str(steps),
+            fix=f"--set train.ttt_length={steps}, or {key}={trained}",
+            message=CODES["ttt_mismatch"].meaning,
+        )
+        for key, steps in chains.items()
+        if steps is not None and steps > trained
+    ]
 
 
 def stored(recipe: Recipe) -> CaptureSettings:

@@ -78,14 +78,17 @@ def starting_draft(
 def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Manifest, shape: DraftSettings) -> Draft:
     """A draft to go on from: ours, or EAGLE's, SpecForge's, speculators' or ModelOpt's, its vocabulary map kept.
 
-    Raises InputError, with the finding's code, for a draft of another target, taps, tokenizer, template or norm state,
-    for one that is not of the shape asked for, and for a map that leaves out a stop token. Of a draft made elsewhere
-    only what its file says can be compared.
+    Raises InputError, with the finding's code, for a draft of another target, taps, tokenizer or norm state, for one
+    that is not of the shape asked for, and for a map that leaves out a stop token. Of a draft made elsewhere only what
+    its file says can be compared.
     """
     advice = "give a draft of this target and its captures (eyas inspect DRAFT), or leave out train.start_from"
     if has_info(folder):
         info = read_info(folder)
-        check_draft(info, samples, manifest.facts, folder)
+        template = manifest.facts["template_hash"]
+        check_draft(info.model_copy(update={"template_hash": template}), samples, manifest.facts, folder)
+        if info.template_hash != template:
+            say(f"train: {folder} was trained under another chat template (template_mismatch): it now learns this one")
         norm = info.last_hidden_norm
         check_same("last_hidden_norm", norm, samples.last_hidden_norm, folder, advice, NORM_CODES[norm])
     named = NamedTarget(target.identity, target.context_length, target.embedding)
