@@ -6,6 +6,7 @@ texts against plain ones of other seeds, as histograms. Another share of the pro
 
 EYAS_LOSSLESS_PROMPTS   prompts of each precision and way (12)
 EYAS_LOSSLESS_TOKENS    tokens a text (32)
+EYAS_LOSSLESS_SEEDS     sampled texts of each kind, for the histograms (200)
 EYAS_LOSSLESS_PART      i/n: the i-th of n equal shares of the 200 prompts, so that n runs of PROMPTS=200 see all
 EYAS_LOSSLESS_DRAFT     a draft folder; without one an untrained draft drafts, which accepts next to nothing, while
                         n-grams, and branches that are right by turns, accept by fits and starts
@@ -39,7 +40,8 @@ TARGET = os.environ.get("EYAS_LOSSLESS_TARGET", "smollm2-135m-instruct-q4")
 PROMPTS = int(os.environ.get("EYAS_LOSSLESS_PROMPTS", "12"))
 TOKENS = int(os.environ.get("EYAS_LOSSLESS_TOKENS", "32"))
 PART = os.environ.get("EYAS_LOSSLESS_PART", "1/1")
-NUM_STEPS, TIE, SEEDS = 3, 1e-3, 400
+SEEDS = int(os.environ.get("EYAS_LOSSLESS_SEEDS", "200"))
+NUM_STEPS, TIE = 3, 1e-3
 PRECISIONS = ("float32", "bfloat16", "int8")
 CHAIN = DraftingSettings(num_steps=NUM_STEPS)
 TREE = DraftingSettings(num_steps=NUM_STEPS, topk=3, num_draft_tokens=8)
