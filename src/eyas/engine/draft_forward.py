@@ -47,7 +47,7 @@ class DraftForward(Protocol):
         ...
 
     def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
-        """h [1, R, H] of rows at positions start..., which follow everything before."""
+        """h [1, 1, H] of the last of rows at positions start..., which follow everything before."""
         ...
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
@@ -90,7 +90,7 @@ class PlainDraft:
 
     def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
         self.cache.begin(start, len(ids), by_position=False)
-        return self._forward(state_1RH, ids, range(start, start + len(ids)))
+        return self._forward(state_1RH, ids, range(start, start + len(ids)))[:, -1:]
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
         self.cache.begin_tree(start, parents, len(ids))
@@ -141,7 +141,8 @@ class NativeDraft:
 
     def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
         self.positions = list(range(start, start + len(ids)))
-        return self.decoder.run([TextRows(self.cache, ids, start)], state_1RH, prompt=len(ids) > PROMPT_ROWS).last
+        rows = [TextRows(self.cache, ids, start)]
+        return self.decoder.run(rows, state_1RH, prompt=len(ids) > PROMPT_ROWS, last_only=True).last[:, -1:]
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
         self.positions = [start + depth for depth in depths(parents)[-len(ids) :]]

@@ -43,7 +43,7 @@ struct Step {
     float *last, *normed;               // [R, H] each: the last layer's output, and its final norm (may be null)
     const int64_t* boundaries;          // `taps` of them, ascending
     float* taps;                        // [R, taps, H]
-    int64_t tapped, threads, prompt;     // prompt: rows that need no fixed order of sums
+    int64_t tapped, threads, last_only, prompt;     // prompt: rows that need no fixed order of sums
     float* scratch;
 };
 
@@ -231,53 +231,55 @@ void draft_input(const Model& m, const Layer& layer, const Step& s, const Buffer
     rms_norm(s.state + row * m.hidden, layer.hidden_norm, m.hidden, m.eps, joined + m.hidden);
 }
 
+// Keys and values of all rows, contexts of those from `gone` on.
 template <class C>
-void attention(const Model& m, int64_t index, const Step& s, const Buffers& b, const Worker& w) {
-    int64_t q = m.heads * m.width, kv = m.kv_heads * m.width;
+void attention(const Model& m, int64_t index, const Step& s, int64_t gone, const Buffers& b, const Worker& w) {
+    int64_t q = m.heads * m.width, kv = m.kv_heads * m.width, kept = s.rows - gone;
     auto [k0, k1] = w.share(m.kv_heads * s.rows);
     for (int64_t job = k0; job < k1; job++) {
         int64_t head = job / s.rows, row = job % s.rows, place = row * kv + head * m.width;
         Attention<C>(m, s, index, row).remember(row, head, b.key + place, b.value + place);
     }
 #pragma omp barrier
-    auto [q0, q1] = w.share(m.heads * s.rows);
+    auto [q0, q1] = w.share(m.heads * kept);
     for (int64_t job = q0; job < q1; job++) {
-        int64_t head = job / s.rows, row = job % s.rows, place = row * q + head * m.width;
-        Attention<C>(m, s, index, row).attend(row, head, b.query + place, b.scores, b.context + place);
+        int64_t head = job / kept, row = job % kept, place = row * q + head * m.width;
+        Attention<C>(m, s, index, gone + row).attend(gone + row, head, b.query + place, b.scores, b.context + place);
     }
 #pragma omp barrier
 }
 
+// `last_only`: of the last layer only the last row's output is wanted; the others leave their keys and values.
 void run_layer(const Model& m, int64_t index, const Step& s, const Buffers& b, const Worker& w) {
     const Layer& layer = m.layers[index];
     int64_t H = m.hidden, q = m.heads * m.width, kv = m.kv_heads * m.width, F = m.inner;
     bool first = layer.hidden_norm != nullptr;
-    int64_t in = first ? 2 * H : H;
-    float* widened = s.prompt ? b.widened : nullptr;
+    int64_t in = first ? 2 * H : H, gone = s.last_only && index + 1 == m.count ? s.rows - 1 : 0, kept = s.rows - gone;
+    float *widened = s.prompt ? b.widened : nullptr, *x = b.x + gone * H, *normed = b.normed + gone * in;
     for (int64_t row = 0; row < s.rows; row++) {
         if (first)
             draft_input(m, layer, s, b, row);
         else
             rms_norm(b.x + row * H, layer.input_norm, H, m.eps, b.normed + row * H);
     }
-    w.multiply(layer.q, b.normed, in, s.rows, {b.query, q, false}, widened);
     w.multiply(layer.k, b.normed, in, s.rows, {b.key, kv, false}, widened);
     w.multiply(layer.v, b.normed, in, s.rows, {b.value, kv, false}, widened);
+    if (gone) widened = nullptr;
+    w.multiply(layer.q, normed, in, kept, {b.query, q, false}, widened);
     if (first && w.index == 0)
         for (int64_t row = 0; row < s.rows; row++)
             std::memcpy(b.x + row * H, m.norm_before_residual ? b.normed + row * in + H : s.state + row * H, H * 4);
 #pragma omp barrier
-    m.cache_kind == FLOAT32 ? attention<float>(m, index, s, b, w) : attention<BFloat>(m, index, s, b, w);
-    w.multiply(layer.o, b.context, q, s.rows, {b.x, H, true}, widened);
+    m.cache_kind == FLOAT32 ? attention<float>(m, index, s, gone, b, w) : attention<BFloat>(m, index, s, gone, b, w);
+    w.multiply(layer.o, b.context, q, kept, {x, H, true}, widened);
 #pragma omp barrier
-    for (int64_t row = 0; row < s.rows; row++)
-        rms_norm(b.x + row * H, layer.post_norm, H, m.eps, b.normed + row * H);
-    w.multiply(layer.gate, b.normed, H, s.rows, {b.gate, F, false}, widened);
-    w.multiply(layer.up, b.normed, H, s.rows, {b.up, F, false}, widened);
+    for (int64_t row = 0; row < kept; row++) rms_norm(x + row * H, layer.post_norm, H, m.eps, normed + row * H);
+    w.multiply(layer.gate, normed, H, kept, {b.gate, F, false}, widened);
+    w.multiply(layer.up, normed, H, kept, {b.up, F, false}, widened);
     auto [from, to] = w.share(F, 8);
-    for (int64_t row = 0; row < s.rows; row++) gated(b.gate + row * F, b.up + row * F, from, to);
+    for (int64_t row = 0; row < kept; row++) gated(b.gate + row * F, b.up + row * F, from, to);
 #pragma omp barrier
-    w.multiply(layer.down, b.gate, F, s.rows, {b.x, H, true}, widened);
+    w.multiply(layer.down, b.gate, F, kept, {x, H, true}, widened);
 #pragma omp barrier
 }
 

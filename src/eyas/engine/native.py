@@ -67,7 +67,7 @@ class CStep(ctypes.Structure):
         *((name, c_void_p) for name in ("ids", "positions", "owner", "texts")),
         *((name, c_int64) for name in ("rows", "slots")),
         *((name, c_void_p) for name in ("state", "last", "normed", "boundaries", "taps")),
-        *((name, c_int64) for name in ("tapped", "threads", "prompt")),
+        *((name, c_int64) for name in ("tapped", "threads", "last_only", "prompt")),
         ("scratch", c_void_p),
     )
 
@@ -207,11 +207,13 @@ class Decoder:
         boundaries: Sequence[int] = (),
         *,
         prompt: bool = False,
+        last_only: bool = False,
     ) -> Rows:
         """The rows of one text or of several side by side; a row's bits do not depend on the others'.
 
         `state` [1, R, H]: what a draft's rows are fed. `prompt`: rows that every way of decoding shares, so that their
-        bits need not be those of single rows.
+        bits need not be those of single rows. `last_only`: of the last layer's output only the last row is wanted, and
+        no other row of `Rows.last` and `Rows.normed` means anything.
         """
         placed = [_Placed.of(text, self.parts, row) for text, row in zip(texts, _starts(texts), strict=True)]
         ids = _integers([token for text in texts for token in text.ids])
@@ -240,6 +242,7 @@ class Decoder:
             taps=found.taps.data_ptr(),
             tapped=len(boundaries),
             threads=threads,
+            last_only=last_only,
             prompt=prompt,
             scratch=self._scratch.data_ptr(),
         )

@@ -106,8 +106,7 @@ class DraftProposer:
         if self._told:
             taps_BRA = torch.cat([taps for taps, _ in self._told], dim=1)
             ids = [token for _, tokens in self._told for token in tokens]
-            hidden_BRH = self.forward.chain(self.forward.fuse(taps_BRA), ids, self._next_row)
-            self._last_B1H = hidden_BRH[:, -1:]
+            self._last_B1H = self.forward.chain(self.forward.fuse(taps_BRA), ids, self._next_row)
             self._next_row += len(ids)
             self._told = []
 
