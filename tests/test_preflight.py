@@ -141,6 +141,14 @@ def test_what_settles_a_conflict_is_silent(models, extra):
     assert preflight(sglang(models, extra), gpu_bytes=[GIB]).findings == []
 
 
+def test_a_flag_that_the_engine_has_not_is_doubted_by_name(models):
+    args = f"--model-path {models['target']} --max-model-len 4k --mem-fraction 0.8 --quant fp8"
+    seen = preflight(parse_launch("sglang@0.5.23", args), gpu_bytes=[GIB])
+    (found,) = [one for one in seen.findings if one.where.endswith("--max-model-len")]
+    assert (found.code, found.severity, "--context-length" in found.found) == ("flag_conflict", "warning", True)
+    assert len([one for one in seen.findings if one.code == "flag_conflict"]) == 1  # beginnings of flags are flags
+
+
 def test_triton_runs_trees_on_pages_from_0_5_13_only(models):
     tree = "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8 --page-size 16"
     args = f"--model-path {models['target']} --speculative-draft-model-path {models['draft']} {GOOD} {tree} "
@@ -323,6 +331,8 @@ def test_arguments_are_read_in_every_spelling():
         ("vllm", "serve m --speculative-config [1]"),
         ("vllm", 'serve m --speculative-config \'{"num_speculative_tokens": "3"}\''),
         ("nginx", "--port 80"),
+        ("sglang", "--model-path 'unclosed"),
+        ("sglang", "nonsense"),
     ],
 )
 def test_malformed_arguments_are_input_errors(engine, args):

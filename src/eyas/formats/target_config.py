@@ -67,13 +67,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises InputError where the file is absent, no JSON, or no object."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
         raise _not_json(path, got) from error
     if not isinstance(value, dict):
-        raise _not_json(path, f"a {type(value).__name__}")
+        raise _not_json(path, f"JSON that is no object: {'null' if value is None else type(value).__name__}")
     return value
 
 
 def _not_json(path: Path, got: str) -> InputError:
-    return InputError(wanted="a JSON object", got=got, where=str(path), next="give a Hugging Face model folder")
+    next_line = "give a folder that holds config.json, or that file"
+    return InputError(wanted="a JSON object", got=got, where=str(path.absolute()), next=next_line)

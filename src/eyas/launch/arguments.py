@@ -104,6 +104,8 @@ class Launch:
     max_running_requests: int | None = None
     context_length: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    """Every flag that was given, known or not."""
 
     @property
     def sglang(self) -> bool:
@@ -126,7 +128,7 @@ def parse_launch(engine: str | Engine, args: str | Sequence[str], env: Mapping[s
     over. Raises InputError for an unknown engine and for a value that is none.
     """
     reader = parse_engine(engine) if isinstance(engine, str) else engine
-    words, env = shlex.split(args) if isinstance(args, str) else list(args), dict(env or {})
+    words, env = _words(args) if isinstance(args, str) else list(args), dict(env or {})
     while words and "=" in words[0] and not words[0].startswith("-"):
         name, _, value = words.pop(0).partition("=")
         env[name] = value
@@ -135,7 +137,8 @@ def parse_launch(engine: str | Engine, args: str | Sequence[str], env: Mapping[s
     positional = _positional(words, reader.name)
     if positional is not None:
         found["target"] = positional
-    for flag, value in _pairs(words):
+    pairs = _pairs(words)
+    for flag, value in pairs:
         name = flags.get(flag)
         if name == "speculative":
             found |= _speculative(value)
@@ -143,7 +146,18 @@ def parse_launch(engine: str | Engine, args: str | Sequence[str], env: Mapping[s
             found[name] = _value(flag, name, value)
     if reader.name == "vllm" and env.get("VLLM_USE_V2_MODEL_RUNNER") in ("0", "1"):
         reader = replace(reader, runner="v2" if env["VLLM_USE_V2_MODEL_RUNNER"] == "1" else "v1")
-    return Launch(engine=reader, env=env, **found)
+    return Launch(engine=reader, env=env, flags=tuple(flag for flag, _ in pairs), **found)
+
+
+def _words(args: str) -> list[str]:
+    """The words of a shell's line, if it holds a flag or a subcommand at all."""
+    try:
+        words = shlex.split(args)
+    except ValueError as error:
+        raise _bad("the engine", f"{args!r}: {error}") from error
+    if words and not any(word.startswith("-") or word == "serve" for word in words):
+        raise _bad("the engine", f"{args!r}, which holds no flag")
+    return words
 
 
 def _positional(words: Sequence[str], name: str) -> str | None:

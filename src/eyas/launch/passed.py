@@ -136,7 +136,8 @@ def unknown_flags(engine: str, flags: Sequence[str]) -> list[str]:
     for flag in flags:
         plain = flag.replace("_", "-").partition(".")[0]
         positive = plain.replace("--no-", "--", 1)
-        if known and plain.startswith("--") and not known & {plain, positive}:
+        abbreviated = any(name.startswith(plain) for name in known)  # argparse takes a beginning for the whole
+        if known and plain.startswith("--") and not abbreviated and positive not in known:
             notes.append(
                 f"{flag} is no flag of {RELEASES[engine]}{nearest_flag(engine, plain)}: the engine will refuse it"
             )

@@ -12,6 +12,7 @@ from eyas.formats.draft_config import DraftConfig
 from eyas.formats.problem import Problem
 from eyas.formats.targets import MLA
 from eyas.launch.arguments import Launch
+from eyas.launch.passed import unknown_flags
 from eyas.wiring.loaders import TargetFacts
 
 CAP = 48
@@ -220,7 +221,16 @@ def _chain(setting: Setting) -> Iterator[Problem]:
         yield _problem("ttt_mismatch", "num_steps", f"at most {trained}, as trained", found, fix)
 
 
+def _unknown(setting: Setting) -> Iterator[Problem]:
+    """Flags that the newest release read does not have: another release may, so it is a doubt."""
+    for note in unknown_flags(setting.launch.engine.name, setting.launch.flags):
+        flag, _, found = note.partition(" ")
+        fix = f"leave {flag} out, or mend it"
+        yield _problem("flag_conflict", flag, "flags that the engine's parser knows", found, fix, "warning")
+
+
 RULES: tuple[Callable[[Setting], Iterator[Problem]], ...] = (
+    _unknown,
     _algorithm,
     _draft_path,
     _backend,
