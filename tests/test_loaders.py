@@ -26,6 +26,7 @@ CASES = Path(__file__).parents[1].parent / "shared" / "cases"
 ROWS = json.loads((Path(__file__).parent / "data" / "loader_cases.json").read_text())
 ENGINES = [f"sglang@{release}" for release in KNOWN["sglang"]]
 ENGINES += [f"vllm@{release}/{runner}" for release in KNOWN["vllm"] for runner in ("v1", "v2")]
+WRONG = "config_key_wrong"
 LLAMA = TargetFacts("llama", 8, 64, 259, 512)
 
 
@@ -260,6 +261,40 @@ def test_a_check_that_passes_on_the_v1_runner_warns_of_the_other(tmp_path):
     (warned,) = [found for found in one.findings if found.code == "tap_offset"]
     assert (warned.severity, warned.found[:11]) == ("warning", "[2, 30, 58]")
     assert "V1 runner (CPU" in one.evidence
+
+
+@pytest.mark.parametrize("ids", [["1", "3", "4"], "1,3,4", {}, [True, 3, 4], [1.5, 3, 4]])
+def test_ids_that_are_no_list_of_integers_are_an_error_where_they_are_read(ids):
+    nested, top = {"eagle_config": {IDS_KEY: ids}}, {IDS_KEY: ids}
+    for keys, engine, expected in [(nested, "sglang", True), (top, "sglang", False), (top, "vllm", True)]:
+        found = [one.where for one in loader_report(DRAFT | keys, engine, LLAMA).findings if one.code == WRONG]
+        assert any(where.endswith(IDS_KEY) for where in found) == expected, engine
+    assert WRONG in codes(loader_report(DRAFT | nested, "vllm@0.33/v1", LLAMA))
+
+
+@pytest.mark.parametrize("value", [0, -64, "64", 64.0, True, [64]])
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_size_that_is_none_is_an_error(key, value, engine):
+    report = loader_report(DRAFT | {key: value, "num_key_value_heads": 1}, engine, LLAMA)
+    assert any(found.where.endswith(key) for found in report.findings if found.code == WRONG)
+
+
+@pytest.mark.parametrize(
+    ("ids", "target", "boundaries"),
+    [
+        ([1, 17, 32], "qwen3", None),  # as outputs start; vLLM would read boundaries
+        ([3, 23, 32], "qwen3", None),
+        ([2, 18, 33], "qwen3", (2, 18, 33)),  # as the default boundaries start
+        ([24, 30, 36], "qwen3", (24, 30, 36)),  # reaches n
+        ([3, 18, 33], "kimi_k25", (3, 18, 33)),  # SGLang reads boundaries there too
+    ],
+)
+def test_one_list_in_both_places_is_not_guessed(ids, target, boundaries):
+    raw = DRAFT | {IDS_KEY: ids, "eagle_config": {IDS_KEY: ids}}
+    report = loader_report(raw, "sglang@0.5.23", TargetFacts(target, 36))
+    assert report.declared.boundaries == boundaries
+    assert report.declared.ids_ambiguous == ("ids_ambiguous" in codes(report, "warning")) == (boundaries is None)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from eyas.formats.headers import BITS
 from eyas.formats.names import expected_tensors, exported_names
 from eyas.wiring.preflight import Gpu, parse_launch, preflight
 from eyas.wiring.preflight.machine import gpu_problems, port_problem
+from eyas.wiring.static_checks import check_launch
 from test_formats import TARGET, draft_config
 
 GIB = 2**30
@@ -333,11 +334,28 @@ def test_arguments_are_read_in_every_spelling():
         ("nginx", "--port 80"),
         ("sglang", "--model-path 'unclosed"),
         ("sglang", "nonsense"),
+        ("sglang", "--tp 0"),
+        ("sglang", "--page-size -1"),
+        ("sglang", "--mem-fraction-static nan"),
+        ("sglang", "--mem-fraction-static 7"),
+        ("sglang", "--context-length nank"),
+        ("sglang", "--context-length infk"),
+        ("vllm", "serve m --speculative-config '{\"num_speculative_tokens\": 0}'"),
     ],
 )
 def test_malformed_arguments_are_input_errors(engine, args):
     with pytest.raises(InputError):
         parse_launch(engine, args)
+
+
+def test_vllms_automatic_context_is_no_length():
+    assert parse_launch("vllm", "serve m --max-model-len -1").context_length is None
+
+
+@pytest.mark.parametrize("size", [0, -80, float("nan"), float("inf")])
+def test_gpus_of_no_size_are_an_input_error(size):
+    with pytest.raises(InputError, match="--gpu-gb"):
+        check_launch(["sglang"], "--model-path m", gpu_gb=size)
 
 
 def test_check_takes_engine_arguments(models, capsys):

@@ -26,6 +26,7 @@ from eyas.formats.config_problems import (
 from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, TargetIdentity
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, default_boundaries
+from eyas.formats.targets import FIRST_ID_RULE
 
 FORMAT = 1
 
@@ -123,15 +124,16 @@ def _read_foreign(raw: Config, target: TargetIdentity | None) -> DraftFile:
     keys, name = TapKeys.of(raw), format_of(raw)
     target_type = target.model_type if target else _target_type(raw)
     layers = target.num_hidden_layers if target else None
-    boundaries, source, ambiguous = _boundaries(keys, layers)
+    boundaries, source, ambiguous = _boundaries(keys, layers, target_type)
     problems = list(foreign_problems(raw, name))
     if ambiguous:
+        places = " in both places" if keys.top else ""
         problems.append(
             Problem(
                 "ids_ambiguous",
-                where=f"eagle_config.{IDS_KEY}",
+                where=IDS_KEY if keys.top else f"eagle_config.{IDS_KEY}",
                 expected="a list whose numbering is known",
-                found=f"{list(keys.nested or ())}: boundaries, or outputs of layers (one lower), both are published",
+                found=f"{list(keys.nested or ())}{places}: boundaries, or outputs of layers (one lower)",
                 fix="measure it: eyas check --draft DRAFT --captures CAPTURES",
             )
         )
@@ -145,10 +147,12 @@ def _target_type(raw: Config) -> str | None:
     return {"qwen2.5": "qwen2"}.get(named, named) if isinstance(named, str) else None
 
 
-def _boundaries(keys: TapKeys, layers: int | None) -> tuple[tuple[int, ...] | None, str, bool]:
+def _boundaries(keys: TapKeys, layers: int | None, target_type: str | None) -> tuple[tuple[int, ...] | None, str, bool]:
     """Boundaries, where they come from, and whether ids were found whose numbering is unknown."""
     if not keys.use_aux:
         return None, "no taps: use_aux_hidden_state is false, the last normed state is fed", False
+    if keys.top and keys.top == keys.nested and not _plainly_boundaries(keys.top, layers, target_type):
+        return None, f"the same {IDS_KEY} at the top and in eagle_config, whose readers count differently", True
     if keys.top:
         return tuple(sorted(set(keys.top))), f"top-level {IDS_KEY}: boundaries for all its readers", False
     if not keys.nested:
@@ -163,6 +167,12 @@ def _boundaries(keys: TapKeys, layers: int | None) -> tuple[tuple[int, ...] | No
     if largest == layers and first >= 0:
         return tuple(sorted(set(keys.nested))), f"eagle_config.{IDS_KEY} reaching n: boundaries", False
     return None, f"eagle_config.{IDS_KEY}: its numbering is not known", True
+
+
+def _plainly_boundaries(ids: tuple[int, ...], layers: int | None, target_type: str | None) -> bool:
+    """Whether one list for both readers is surely boundaries: it starts as the default's do, reaches n, or its target
+    is of the classes for which SGLang reads boundaries too."""
+    return min(ids) == 2 or max(ids) == layers or (target_type in FIRST_ID_RULE and min(ids) != 1)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

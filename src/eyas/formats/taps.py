@@ -285,7 +285,7 @@ def _no_taps() -> Capture:
 
 def _unknown_class(engine: Engine, target_type: str | None, since: str | None = None) -> Capture:
     if target_type is None:
-        return Capture(None, f"{engine.name}'s rule depends on the target class, which is unknown")
+        return Capture(None, f"{engine.name}'s rule depends on the target class, which is unknown: --target names it")
     refused = target_type in NO_SETTER or (since is not None and target_type not in UNPROVEN)
     words = f"{target_type}, which cannot capture states" + (f" before {since}" if since else "")
     problem = Problem(

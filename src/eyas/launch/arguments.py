@@ -185,12 +185,22 @@ def _value(flag: str, name: str, text: str | None) -> Any:
     if text is None:
         raise _bad(flag, "no value")
     try:
-        if name in INTEGERS:
-            scale = SUFFIXES.get(text[-1:], 1)
-            return int(float(text[:-1]) * scale) if scale > 1 else int(text)
-        return float(text) if name == "memory_fraction" else text
-    except ValueError as error:
+        value = _number(name, text)
+    except (ValueError, OverflowError) as error:
         raise _bad(flag, repr(text)) from error
+    if name == "context_length" and value == -1:
+        return None  # vLLM: as long as fits
+    least = 0 if name == "port" else 1
+    if (name in INTEGERS and value < least) or (name == "memory_fraction" and not 0 < value <= 1):
+        raise _bad(flag, repr(text))
+    return value
+
+
+def _number(name: str, text: str) -> Any:
+    if name not in INTEGERS:
+        return float(text) if name == "memory_fraction" else text
+    scale = SUFFIXES.get(text[-1:], 1)
+    return int(float(text[:-1]) * scale) if scale > 1 else int(text)
 
 
 def _speculative(text: str | None) -> dict[str, Any]:
@@ -203,10 +213,14 @@ def _speculative(text: str | None) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise _bad(flag, f"a {type(raw).__name__}")
     found = {name: raw[key] for key, name in VLLM_SPECULATIVE.items() if raw.get(key) is not None}
-    wrong = [name for name in found if type(found[name]) is not (int if name in INTEGERS else str)]
+    wrong = [name for name, value in found.items() if not _sound(name, value)]
     if wrong:
         raise _bad(flag, f"{wrong[0]} = {found[wrong[0]]!r}")
     return found
+
+
+def _sound(name: str, value: Any) -> bool:
+    return type(value) is int and value > 0 if name in INTEGERS else type(value) is str
 
 
 def _bad(flag: str, got: str) -> InputError:

@@ -1,5 +1,6 @@
 """Checks that need no weights in memory: what engines would do with a draft, and its vocabulary tables. No torch."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,9 @@ def check_launch(
             where="--engine",
             next=f"--engine {engines[0]} --engine-args ...",
         )
+    if gpu_gb is not None and not 0 < gpu_gb < math.inf:
+        got, unit = f"{gpu_gb:g}", "GiB of each GPU, above 0"
+        raise InputError(wanted=unit, got=got, where="--gpu-gb", next="--gpu-gb 80")
     launch = parse_launch(engines[0], engine_args)
     local = Path(target) if target is not None and Path(target).exists() else None
     sizes = None if gpu_gb is None else [int(gpu_gb * 2**30)] * (launch.tp * launch.pp)
@@ -88,7 +92,7 @@ def check_launch(
     words = "; ".join(f"{name}: {why}" for name, why in seen.skipped.items())
     failed = any(one.severity == "error" for one in own)
     status: Status = "fail" if failed else "unknown" if seen.skipped else "pass"
-    evidence = f"{len(own)} findings" + (f"; not looked at: {words}" if words else "")
+    evidence = f"{len(own)} finding{'' if len(own) == 1 else 's'}" + (f"; not looked at: {words}" if words else "")
     checks.append(Check("preflight", status, evidence, own, {"memory": seen.memory.as_dict}))
     if draft is not None:
         checks.append(check_tables(draft))

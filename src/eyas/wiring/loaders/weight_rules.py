@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 from eyas.formats.problem import Problem
+from eyas.formats.taps import IDS_KEY
 from eyas.wiring.loaders.case import Case
 from eyas.wiring.loaders.parameters import Fates, parameters
+from eyas.wiring.loaders.view import NESTED_IDS, find
 
 
 def keys_problems(case: Case) -> Iterator[Problem]:
@@ -25,7 +27,34 @@ def keys_problems(case: Case) -> Iterator[Problem]:
     if case.sglang and case.view.block == "mla" and case.headers is None and case.view.get("q_lora_rank") is None:
         found = "absent: ValueError at start"
         yield Problem("config_key_missing", "q_lora_rank", "an integer", found, "write q_lora_rank", "error")
+    yield from _sizes(case)
+    yield from _unread_ids(case)
     yield from _layers(case)
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("head_dim", "vocab_size", "draft_vocab_size")
+
+
+def _sizes(case: Case) -> Iterator[Problem]:
+    """Sizes that are there and are none."""
+    for name in SIZES:
+        read = case.view.reads[name]
+        if read.where == name and read.value is not None and not (type(read.value) is int and read.value > 0):
+            found = f"{read.value!r}, of which no tensor can be built"
+            yield Problem("config_key_wrong", name, "a positive integer", found, f"write {name} as the tensors have it")
+
+
+def _unread_ids(case: Case) -> Iterator[Problem]:
+    """Layer ids where this engine looks, which are no list of integers."""
+    both = case.view.engine.runner == "v1"
+    for path in [NESTED_IDS] if case.sglang else [IDS_KEY, NESTED_IDS] if both else [IDS_KEY]:
+        value = find(case.raw, [path]).value
+        if value is not None and not (isinstance(value, list) and all(type(one) is int for one in value)):
+            found = f"{value!r:.80}: no layer is ever compared equal to it, or the server stops"
+            yield Problem(
+                "config_key_wrong", path, "a list of integers", found, f"write {path} as numbers: [2, 15, 27]"
+            )
 
 
 def _own_head(case: Case) -> bool:

@@ -130,7 +130,8 @@ def memory_problems(plan: MemoryPlan, launch: Launch, target: TargetFacts) -> li
     context = launch.context_length or target.context_length
     if context is not None and plan.kv_tokens is not None and plan.kv_tokens < context:
         context_flag = "--context-length" if launch.sglang else "--max-model-len"
-        fix = f"{context_flag} {plan.kv_tokens}, or {flag} {launch.tp * 2}"
+        shorter = f"{context_flag} {plan.kv_tokens}, or " if plan.kv_tokens else ""
+        fix = f"{shorter}{flag} {launch.tp * 2}"
         found = f"room for {plan.kv_tokens} tokens beside {_gib(needed)} of weights"
         return [_short(where, f"cache for one context of {context} tokens", found, fix, "warning")]
     return []
