@@ -73,7 +73,11 @@ def staged(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def integers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     """`2,15,27`, or the flag repeated, as numbers."""
-    return tuple(int(part) for part in parts_of([token.value for token in tokens]))
+    parts = parts_of([token.value for token in tokens])
+    wrong = [part for part in parts if not part.strip().isdecimal()]
+    if wrong:
+        raise ValueError(f"numbers with commas, as in 2,15,27, not {wrong[0]!r}")
+    return tuple(int(part) for part in parts)
 
 
 Integers = Annotated[tuple[int, ...] | None, Parameter(converter=integers, n_tokens=1, negative="")]
