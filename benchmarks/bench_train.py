@@ -22,10 +22,10 @@ from eyas.models.draft import Draft
 from eyas.models.vocab import build_vocab, draft_ids
 from eyas.recipe import TrainSettings
 from eyas.run import machine, versions
-from eyas.training.loop import make_optimiser, row_weights
+from eyas.training.loop import row_weights
 from eyas.training.loss import Batch, ttt_loss
+from eyas.training.optimise import Optimiser, make_optimiser, trained
 from eyas.training.rows import supervise
-from eyas.training.trainer_state import trained
 
 VOCAB, HIDDEN = 49152, 576
 
@@ -106,7 +106,7 @@ def lengths_of(captures: str | None, batch_tokens: int) -> tuple[list[int], int]
 
 def train_step(
     draft: Draft,
-    optimiser: torch.optim.Optimizer,
+    optimiser: Optimiser,
     batch: Batch,
     teacher: Any,
     to_draft: Tensor,

@@ -21,7 +21,8 @@ from eyas.training import loop, trainer_state
 from eyas.training.batches import order, pack
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, gain, new_draft
-from eyas.training.loop import learning_rate, train
+from eyas.training.loop import train
+from eyas.training.optimise import learning_rate
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made, make_samples, write_captures
 from tiny import save_tiny_target, tiny_model
@@ -166,7 +167,7 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays_whole(
     write = trainer_state.write_atomic
 
     def full(path: Path, data: str | bytes) -> None:
-        if "step-6" in str(path) and path.name == trainer_state.STATE:
+        if "step-6" in str(path) and path.name == trainer_state.STATES:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.engines import parse_engine
@@ -140,10 +140,12 @@ class TrainSettings(Section):
     """Share of the steps spent warming up; cosine decay to `final_learning_rate` after it."""
     final_learning_rate: float = Field(default=0.05, ge=0, le=1)
     """Where the cosine ends, as a share of the peak."""
+    optimiser: Literal["adamw", "muon"] = "adamw"
+    """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW, on matrices only."""
+    """On matrices only."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Gradient norm limit."""
     batch_tokens: int = Field(default=256, ge=1)
@@ -152,6 +154,13 @@ class TrainSettings(Section):
     """Packed forwards in one optimiser step."""
     step_decay: float = Field(default=0.8, gt=0, le=1)
     """TTT step s weighs step_decay ** s."""
+    step_weights: tuple[float, ...] | None = None
+    """A weight for each TTT step in place of step_decay, as 1,0.5,0.25."""
+    loss: Literal["soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda"] = "soft_cross_entropy"
+    """What a row is scored by. Of p (teacher) and q (draft): cross-entropy, KL(q, p), 1 - alpha, -log alpha, or
+    KL(p, q) that gives way to 1 - alpha, with alpha = sum min(p, q), the chance of acceptance under sampling."""
+    lk_decay: float = Field(default=1.0, ge=0)
+    """Of lk_lambda: the divergence weighs exp(-lk_decay alpha)."""
     denominator: Literal["supervised", "all"] = "supervised"
     """What the summed loss is divided by: supervised rows, or all rows (EAGLE, SpecForge)."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -174,6 +183,24 @@ class TrainSettings(Section):
     """Stop when so many measurements in a row are below the best while the loss still falls; 0 never stops."""
     precision: Precision = "auto"
     """Of the matrix products (weights and optimiser are float32); `auto` measures which is faster on this machine."""
+
+    @field_validator("step_weights", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return value if value is None else parts_of(value)
+
+    @model_validator(mode="after")
+    def _one_a_step(self) -> "TrainSettings":
+        given = self.step_weights
+        if given is not None and (len(given) != self.ttt_length or min(given) < 0 or given[0] <= 0):
+            raise ValueError(
+                f"step_weights {given}: wanted {self.ttt_length} (ttt_length), the first above 0, none below"
+            )
+        return self
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        """What each of `steps` TTT steps weighs."""
+        return self.step_weights or tuple(self.step_decay**step for step in range(steps))
 
 
 class EvaluateSettings(Section):

@@ -34,9 +34,11 @@ from eyas.training.initialise import count_tokens
 from eyas.training.inputs import check_captures
 from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
+from eyas.training.objectives import Objective, objective_of
+from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
 from eyas.training.start import open_samples, starting_draft, trainable
 from eyas.training.teacher import Teacher
-from eyas.training.trainer_state import restore, save_step, step_folders, trained
+from eyas.training.trainer_state import restore, save_step, step_folders
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Trainer:
 
     draft: Draft
     info: DraftInfo
-    optimiser: torch.optim.Optimizer
+    optimiser: Optimiser
     teacher: Teacher
     batches: Batches
     plan: list[list[list[int]]]
@@ -56,9 +58,11 @@ class Trainer:
     step: int = 0
     tokens: int = 0
     draft_of_V: Tensor = field(init=False)
+    objective: Objective = field(init=False)
 
     def __post_init__(self) -> None:
         self.draft_of_V = draft_ids(self.draft.t2d)
+        self.objective = objective_of(self.settings)
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""
@@ -70,7 +74,9 @@ class Trainer:
             group["lr"] = rate
         total, sums = 0.0, None
         for batch in batches:
-            loss, added = ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype)
+            loss, added = ttt_loss(
+                self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype, self.objective
+            )
             if not math.isfinite(loss.item()):
                 raise not_finite("loss", loss.item(), batch, self.step)
             loss.backward()
@@ -241,35 +247,15 @@ def chosen(out: Path, lines: Metrics, step: int, steps: int) -> tuple[Path, dict
     return out / f"step-{best['step']}", {"stopped_early": step < steps, HELD_OUT: best[HELD_OUT]}
 
 
-def make_optimiser(draft: Draft, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW; decay on matrices only. `fused`: one pass over the parameters in place of one a tensor and operation."""
-    parameters = list(trained(draft).values())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
-
-
-def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:
-    """Linear warm-up over `warmup` of the steps, then a cosine down to `final_learning_rate` of the peak."""
-    warm = max(1, round(settings.warmup * steps))
-    if step < warm:
-        return settings.learning_rate * (step + 1) / warm
-    done = (step - warm) / max(1, steps - warm)
-    floor = settings.final_learning_rate
-    return settings.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
 def row_weights(batches: list[Batch], t2d: Tensor, settings: TrainSettings) -> list[float]:
-    """What one row of each TTT step weighs: step_decay ** s over the rows of the whole optimiser step, counted over all
-    its batches before anything is divided: the rows in the loss at that step (`supervised`), or all rows (`all`)."""
+    """What one row of each TTT step weighs: its step's weight over the rows of the whole optimiser step, counted over
+    all its batches before anything is divided: the rows in the loss at that step (`supervised`), or all (`all`)."""
     kept = torch.stack(
         [torch.stack([rows.sum() for rows in in_vocabulary(b.rows, b.argmax_T, t2d)]) for b in batches]
     ).sum(0)
     total = sum(batch.ids_T.numel() for batch in batches)
     by = [total if settings.denominator == "all" else max(1, count) for count in kept.tolist()]
-    return [settings.step_decay**step / count for step, count in enumerate(by)]
+    return [weight / count for weight, count in zip(settings.weights(len(by)), by, strict=True)]
 
 
 def precision(settings: TrainSettings) -> str:

@@ -1,7 +1,7 @@
 """The TTT loss: the draft unrolled over captured rows, against the teacher at every step.
 
-Soft cross-entropy over the draft vocabulary; step s weighs step_decay ** s. A row whose teacher's full-vocabulary
-argmax is outside the draft vocabulary is left out of the loss and counts as a miss in the accuracy.
+An objective (objectives.py) over the draft vocabulary; step s weighs step_decay ** s. A row whose teacher's
+full-vocabulary argmax is outside the draft vocabulary is left out of the loss and counts as a miss in the accuracy.
 
 Shapes: T packed rows, A width of the taps, H hidden, R[s] rows supervised at step s, C a chunk of rows of all steps,
 D draft vocabulary.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eyas.models.draft import Draft
 from eyas.training.attention import TTTAttention
+from eyas.training.objectives import Objective, soft_cross_entropy
 from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher
 
@@ -43,7 +44,7 @@ class Sums:
     """Per-step sums over a batch, [S] float64: they add up over batches (and, later, ranks)."""
 
     loss: Tensor
-    """Cross-entropy summed over the rows in the loss, unweighted."""
+    """The objective summed over the rows in the loss, unweighted."""
     hits: Tensor
     """Rows whose draft argmax is the target's."""
     kept: Tensor
@@ -95,6 +96,7 @@ def ttt_loss(
     draft_of_V: Tensor,
     row_weights: Sequence[float],
     dtype: torch.dtype = torch.float32,
+    objective: Objective = soft_cross_entropy,
 ) -> tuple[Tensor, Sums]:
     """The weighted loss (a scalar with a gradient) and its per-step sums.
 
@@ -116,8 +118,8 @@ def ttt_loss(
     weight_C = torch.repeat_interleave(torch.tensor(row_weights, dtype=torch.float32), counts).to(normed_CH.device)
     truth_C = draft_of_V[batch.argmax_T[at_C]]
     where_C = torch.searchsorted(teacher_rows_P, at_C)
-    loss, loss_C, hit_C = SoftCrossEntropy.apply(
-        normed_CH, draft.lm_head.weight, teacher_PD, where_C, truth_C, weight_C, dtype
+    loss, loss_C, hit_C = ChunkedLoss.apply(
+        normed_CH, draft.lm_head.weight, teacher_PD, where_C, truth_C, weight_C, dtype, objective
     )
     step_of_C = torch.repeat_interleave(torch.arange(rows.steps), counts)
     sums = Sums(
@@ -133,8 +135,8 @@ def _per_step(step_of_C: Tensor, values_C: Tensor, steps: int) -> Tensor:
     return torch.zeros(steps, dtype=torch.float64).index_add_(0, step_of_C, values_C.double().cpu())
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum over rows of weight * -sum_D p log softmax(head(x)), its gradients made in the same pass over the logits.
+class ChunkedLoss(torch.autograd.Function):
+    """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
 
     The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, and one
     softmax serves loss and gradient. Returns the weighted sum, and per row the loss and whether the argmax is `truth`.
@@ -150,6 +152,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         truth_C: Tensor,
         weight_C: Tensor,
         dtype: torch.dtype,
+        objective: Objective,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
         grad_x = torch.empty_like(x_CH)
@@ -161,12 +164,12 @@ class SoftCrossEntropy(torch.autograd.Function):
             logits = F.linear(x[part], weight).float()
             teacher = teacher_PD[where_C[part]]
             top, best = logits.max(dim=-1)
-            expected = torch.linalg.vecdot(teacher, logits)
             shares = logits.softmax(dim=-1)
             # log sum exp = top - log(share of the top): one softmax serves both
-            loss_C[part] = top - shares.gather(1, best[:, None])[:, 0].log() - expected
+            log_norm = top - shares.gather(1, best[:, None])[:, 0].log()
+            loss_C[part], slope = objective(logits, shares, log_norm, teacher)
             hit_C[part] = best == truth_C[part]
-            slope = shares.sub_(teacher).mul_(weight_C[part, None]).to(dtype)
+            slope = slope.mul_(weight_C[part, None]).to(dtype)
             grad_x[part] = slope @ weight
             grad_weight.addmm_(slope.T, x[part]) if dtype == grad_weight.dtype else grad_weight.add_(slope.T @ x[part])
         ctx.save_for_backward(grad_x, grad_weight)
@@ -176,4 +179,4 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grads[0], grad_weight * grads[0], None, None, None, None, None
+        return grad_x * grads[0], grad_weight * grads[0], None, None, None, None, None, None

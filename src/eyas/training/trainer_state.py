@@ -17,8 +17,9 @@ from eyas.errors import InputError
 from eyas.models.checkpoint import CONFIG, DraftInfo, save_draft, step_number
 from eyas.models.draft import Draft
 from eyas.run import disk_error, write_atomic
+from eyas.training.optimise import Optimiser, trained
 
-STATE, TRAINER = "trainer_state.safetensors", "trainer.json"
+STATES, TRAINER = "trainer_state.safetensors", "trainer.json"
 KEPT = 2
 
 
@@ -26,7 +27,7 @@ def save_step(
     out: Path,
     draft: Draft,
     info: DraftInfo,
-    optimiser: torch.optim.Optimizer,
+    optimiser: Optimiser,
     step: int,
     tokens: int,
     keep: int | None = None,
@@ -37,7 +38,7 @@ def save_step(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         save_draft(partial, draft, info)
-        write_atomic(partial / STATE, save(_optimiser_tensors(draft, optimiser)))
+        write_atomic(partial / STATES, save(_optimiser_tensors(draft, optimiser)))
         write_atomic(partial / TRAINER, json.dumps({"step": step, "tokens": tokens}) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -55,47 +56,41 @@ def step_folders(out: Path) -> list[Path]:
     return sorted((path for path in out.glob("step-*") if (path / CONFIG).is_file()), key=step_number)
 
 
-def restore(folder: Path, draft: Draft, optimiser: torch.optim.Optimizer) -> tuple[int, int]:
+def restore(folder: Path, draft: Draft, optimiser: Optimiser) -> tuple[int, int]:
     """Put the optimiser's moments and the random state back; returns steps and tokens done.
 
     The draft's weights come from load_draft. Raises InputError for a checkpoint that is not whole.
     """
-    path = folder / STATE
+    path = folder / STATES
     try:
         done = json.loads((folder / TRAINER).read_text())
         tensors = load_file(path)
         step, tokens = int(done["step"]), int(done["tokens"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _broken(path, str(error)) from error
-    if missing := sorted(_optimiser_names(draft) - tensors.keys()):
+    if missing := sorted(_optimiser_names(draft, optimiser) - tensors.keys()):
         raise _broken(path, f"missing {', '.join(missing[:3])}")
     torch.set_rng_state(tensors["rng"])
     for name, parameter in trained(draft).items():
-        device = parameter.device
-        optimiser.state[parameter] = {
-            "step": tensors[f"step.{name}"],
-            "exp_avg": tensors[f"exp_avg.{name}"].to(device),
-            "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(device),
+        optimiser.owner(parameter).state[parameter] = {
+            key: tensors[f"{key}.{name}"].to(parameter.device) for key in optimiser.kept(parameter)
         }
     return step, tokens
 
 
-def trained(draft: Draft) -> dict[str, Tensor]:
-    """The parameters that training moves, by name."""
-    return {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-
-
-def _optimiser_tensors(draft: Draft, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimiser_tensors(draft: Draft, optimiser: Optimiser) -> dict[str, Tensor]:
     tensors = {
         f"{key}.{name}": value.detach().cpu().contiguous()
         for name, parameter in trained(draft).items()
-        for key, value in optimiser.state[parameter].items()
+        for key, value in optimiser.owner(parameter).state[parameter].items()
     }
     return tensors | {"rng": torch.get_rng_state()}
 
 
-def _optimiser_names(draft: Draft) -> set[str]:
-    return {f"{key}.{name}" for name in trained(draft) for key in ("step", "exp_avg", "exp_avg_sq")} | {"rng"}
+def _optimiser_names(draft: Draft, optimiser: Optimiser) -> set[str]:
+    return {f"{key}.{name}" for name, parameter in trained(draft).items() for key in optimiser.kept(parameter)} | {
+        "rng"
+    }
 
 
 def _broken(path: Path, got: str) -> InputError:

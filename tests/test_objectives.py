@@ -1,0 +1,170 @@
+"""What a row is scored by, each against autograd; how weights move."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from eyas.models.checkpoint import draft_tensors, load_draft
+from eyas.models.vocab import draft_ids
+from eyas.recipe import DraftSettings, TargetSettings, TrainSettings, recipe_of
+from eyas.training import loop
+from eyas.training.loop import row_weights, train
+from eyas.training.loss import CHUNK, ChunkedLoss, ttt_loss
+from eyas.training.objectives import objective_of
+from eyas.training.optimise import make_optimiser, trained
+from made_captures import made
+from test_loss import SliceTeacher, make_documents, make_draft, pack, weights
+
+LOSSES = ("soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda")
+
+
+def plainly(loss: str, logits_CD: Tensor, teacher_CD: Tensor, decay: float = 1.0) -> Tensor:
+    """The loss of each row from the words of docs/training.md, for autograd to differentiate."""
+    draft_CD = logits_CD.softmax(-1)
+    alpha_C = torch.minimum(teacher_CD, draft_CD).sum(-1)
+    divergence_C = (teacher_CD * (teacher_CD.log() - draft_CD.log())).sum(-1)
+    gives_way = (-decay * alpha_C.detach()).exp()
+    return {
+        "soft_cross_entropy": -(teacher_CD * draft_CD.log()).sum(-1),
+        "reverse_kl": (draft_CD * (draft_CD.log() - teacher_CD.log())).sum(-1),
+        "total_variation": 0.5 * (teacher_CD - draft_CD).abs().sum(-1),
+        "lk_alpha": -alpha_C.log(),
+        "lk_lambda": gives_way * divergence_C + (1 - gives_way) * (1 - alpha_C),
+    }[loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 5), words=st.integers(2, 9), spread=st.floats(0.1, 6.0))
+def test_loss_and_slope_of_every_objective_are_autograds(
+    loss: str, seed: int, rows: int, words: int, spread: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(rows, words, generator=generator, dtype=torch.float64)).requires_grad_()
+    teacher = (spread * torch.randn(rows, words, generator=generator, dtype=torch.float64)).softmax(-1)
+    wanted = plainly(loss, logits, teacher, decay=2.0)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), logits)
+    objective = objective_of(TrainSettings(loss=loss, lk_decay=2.0))  # type: ignore[arg-type]
+    plain = logits.detach()
+    found, slope = objective(plain, plain.softmax(-1), plain.logsumexp(-1), teacher)
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(slope, wanted_slope, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_probability_is_too_small_for_an_objective(loss: str) -> None:
+    logits = torch.tensor([[0.0, 300.0, -300.0]])
+    for far in ([300.0, -300.0, 0.0], [-400.0, 400.0, 0.0]):
+        teacher = torch.tensor([far]).softmax(-1)
+        objective = objective_of(TrainSettings(loss=loss))  # type: ignore[arg-type]
+        found, slope = objective(logits, logits.softmax(-1), logits.logsumexp(-1), teacher)
+        assert found.isfinite().all() and slope.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chunks_make_the_gradients_of_all_rows_at_once(loss: str) -> None:
+    torch.manual_seed(0)
+    rows, hidden, words = 2 * CHUNK + 3, 6, 11
+    x, head = torch.randn(rows, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
+    teacher = torch.randn(40, words).softmax(-1)
+    where, weight = torch.randint(0, 40, (rows,)), torch.rand(rows)
+    truth = torch.randint(0, words, (rows,))
+    wanted = (weight * plainly(loss, x @ head.T, teacher[where])).sum()
+    gradients = torch.autograd.grad(wanted, (x, head))
+    objective = objective_of(TrainSettings(loss=loss))  # type: ignore[arg-type]
+    found, _, hits = ChunkedLoss.apply(x, head, teacher, where, truth, weight, torch.float32, objective)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert torch.equal(hits, (x @ head.T).argmax(-1) == truth)
+    for got, want in zip(torch.autograd.grad(found, (x, head)), gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_objective_falls_along_its_own_gradient_through_the_whole_draft(loss: str) -> None:
+    """One small step down the gradient lowers the loss by its squared norm, to first order (lk_lambda's weight moves
+    too, and no gradient goes through it: there the loss falls, by another amount)."""
+    draft, documents, steps = make_draft(), make_documents([9, 7]), 3
+    batch = pack(documents, steps)
+    objective = objective_of(TrainSettings(loss=loss))  # type: ignore[arg-type]
+
+    def at() -> Tensor:
+        by, words = weights(batch, draft, steps, 0.8, "supervised"), draft_ids(draft.t2d)
+        return ttt_loss(draft, batch, SliceTeacher(draft), words, by, objective=objective)[0]  # type: ignore[arg-type]
+
+    before = at()
+    before.backward()
+    squared = sum(float((p.grad**2).sum()) for p in trained(draft).values() if p.grad is not None)
+    rate = 1e-3 / squared**0.5
+    with torch.no_grad():
+        for parameter in trained(draft).values():
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+    fallen = float(before.detach() - at().detach())
+    assert fallen > 0 if loss == "lk_lambda" else fallen == pytest.approx(rate * squared, rel=0.1)
+
+
+def test_step_weights_take_the_place_of_the_decay() -> None:
+    draft, batch = make_draft(), pack(make_documents([9, 7]), 3)
+    decayed = row_weights([batch], draft.t2d, TrainSettings(step_decay=0.5))
+    stated = row_weights([batch], draft.t2d, TrainSettings(step_weights=(1.0, 0.5, 0.25)))
+    assert decayed == stated
+    assert recipe_of(("train.step_weights=1,0.5,0",)).train.weights(3) == (1.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("stated", [(1.0, 0.5), (0.0, 1.0, 1.0), (1.0, -0.1, 1.0)])
+def test_step_weights_that_do_not_fit_are_refused(stated: tuple[float, ...]) -> None:
+    with pytest.raises(ValidationError, match="step_weights"):
+        TrainSettings(step_weights=stated)
+
+
+def test_muon_moves_the_matrices_inside_and_adamw_the_rest() -> None:
+    draft = make_draft()
+    muon, adamw = make_optimiser(draft, TrainSettings(optimiser="muon")).parts
+    names = {id(parameter): name for name, parameter in draft.named_parameters()}
+    inner = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert inner | rest == set(trained(draft)) and not inner & rest
+    assert "fc.weight" in inner and "layers.0.mlp.up_proj.weight" in inner
+    assert {"lm_head.weight", "norm.weight"} <= rest and "embed_tokens.weight" not in rest
+
+
+def test_a_first_muon_step_is_an_orthogonal_one_of_adamws_size() -> None:
+    """With match_rms_adamw the update is near orthogonal, scaled by 0.2 sqrt(longer side)."""
+    draft = make_draft()
+    optimiser = make_optimiser(draft, TrainSettings(optimiser="muon", learning_rate=0.01))
+    before = draft.fc.weight.detach().clone()
+    torch.manual_seed(1)
+    for parameter in trained(draft).values():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    update = (before - draft.fc.weight.detach()) / (0.01 * 0.2 * max(before.shape) ** 0.5)
+    assert float(torch.linalg.svdvals(update).min()) > 0.6 and float(torch.linalg.svdvals(update).max()) < 1.3
+
+
+def test_a_killed_muon_run_resumes_to_the_same_weights(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures, _ = made(tmp_path / "captures", tiny_target, train=4, heldout=1)
+    settings = TrainSettings(
+        epochs=8, batch_tokens=64, ttt_length=2, save_every=2, precision="float32", optimiser="muon", loss="lk_lambda"
+    )
+    named, shape = TargetSettings(name=str(tiny_target)), DraftSettings(vocab_size=100)
+    train(captures, tmp_path / "whole", settings, shape, named)
+    advance = loop.Trainer.advance
+
+    def dying(trainer: loop.Trainer) -> dict:
+        if trainer.step == 3:
+            raise RuntimeError("killed")
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "advance", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(captures, tmp_path / "cut", settings, shape, named)
+    train(captures, tmp_path / "cut", settings, shape, named)
+    one, other = (draft_tensors(load_draft(tmp_path / folder)[0]) for folder in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
