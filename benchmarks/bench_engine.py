@@ -212,7 +212,7 @@ def costs(name: str, folder: Path | None, precision: str) -> dict[str, object]:
 
 
 def ratio(ways: dict[str, Way], over: str, under: str) -> float:
-    """The median over prompts of one way's tokens a second over another's: a stolen core spoils a prompt, not the run."""
+    """The median over prompts of one way's rate over another's: a stolen core spoils a prompt, not the run."""
     pairs = zip(ways[over].timed, ways[under].timed, strict=True)
     return round(
         median(tokens / seconds / (others / spent) for (tokens, seconds), (others, spent) in pairs if others), 3
