@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ import httpx2
 import openai
 import psutil
 import pytest
+from starlette.requests import Request
 
 from eyas.clients.acceptance import read_counters
+from eyas.clients.chat import Part, ServerChat, Stats
 from eyas.clients.health import engine_of, probe
 from eyas.clients.metrics import parse_metrics
+from eyas.engine.server.errors import ApiError
+from eyas.engine.server.service import Service
 from eyas.launch.log_state import read_log
 from eyas.models.target import load_target
 from tiny import save_tiny_target
@@ -29,7 +34,21 @@ from tiny import save_tiny_target
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 LONG: list[Any] = [{"role": "user", "content": "x" * 2000}]
 TWO_LIMITS = {"max_tokens": 2, "max_completion_tokens": 3}
-FLAGS = ("--ngram", "3", "--max-running", "3", "--max-waiting", "3", "--max-output", "900", "--max-body", "20000")
+LIMITS = ("--max-running", "3", "--max-waiting", "3", "--max-output", "900", "--max-body", "20000", "--grace-s", "20")
+FLAGS = ("--ngram", "3", *LIMITS)
+    "--ngram",
+    "3",
+    "--max-running",
+    "3",
+    "--max-waiting",
+    "3",
+    "--max-output",
+    "900",
+    "--max-body",
+    "20000",
+    "--grace-s",
+    "20",
+)
 
 
 class Served:
@@ -219,6 +238,13 @@ def test_health_models_and_log_are_what_the_clients_read(served: Served) -> None
     assert (state.engine, state.phase, state.state) == ("embedded", "ready", "ready")
 
 
+def test_chat_talks_to_it_with_marks(served: Served) -> None:
+    with closing(ServerChat(served.url, {"max_tokens": 60, "temperature": 0.0})) as chat:
+        *parts, stats = chat.answer([{"role": "user", "content": "hello"}])
+    assert isinstance(stats, Stats) and stats.tokens == 60 and stats.finish == "length"
+    assert stats.accept_length is not None and any(part.accepted for part in parts if isinstance(part, Part))
+
+
 # What is refused
 
 
@@ -319,31 +345,20 @@ def test_nothing_is_left_of_hundreds_of_requests(served: Served) -> None:
 # Start and end
 
 
-def test_a_key_is_asked_for_where_one_is_set_and_an_end_is_orderly(target: Path) -> None:
-    server = Served(target, "--api-key", "secret", "--grace-s", "20").wait()
-    try:
-        assert server.get("/v1/models").status_code == 401
-        assert (
-            server.get("/v1/models", headers={"authorization": "Bearer secreT"}).json()["error"]["code"]
-            == "invalid_api_key"
-        )
-        key = {"authorization": "Bearer secret"}
-        assert server.get("/v1/models", headers=key).status_code == 200
-        body = {"prompt": [5, 6, 7], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.post, "/v1/completions", body, headers=key)
-            while server.total("num_requests_running") == 0:
-                time.sleep(0.01)
-            code = server.stop()
-            assert running.result().json()["usage"]["completion_tokens"] == 600, "what runs is finished"
-        assert code == 0
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-    text = server.log.read_text()
-    phases = re.findall(r"\[eyas\] (?:phase=)?(\w+)", text)
-    assert phases == ["args", "weights", "compile", "kv_cache", "warmup", "http", "ready", "stopped"]
-    assert read_log(server.log).state == "stopped"
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [("Bearer secret", True), ("Bearer secreT", False), ("Bearer ", False), ("secret", False), (None, False)],
+)
+def test_a_key_is_asked_for_where_one_is_set(target: Path, given: str | None, right: bool) -> None:
+    headers = [] if given is None else [(b"authorization", given.encode())]
+    request = Request({"type": "http", "headers": headers})
+    service = Service(load_target(str(target)), "tiny", None, api_key="secret")  # pyrefly: ignore
+    if right:
+        service.check_key(request)
+    else:
+        with pytest.raises(ApiError, match="Incorrect API key") as refused:
+            service.check_key(request)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
 
 def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, served: Served) -> None:
@@ -352,3 +367,17 @@ def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, s
         [sys.executable, "-m", "eyas.engine.server", *words], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1 and "failed=port_busy" in done.stderr and "phase=weights" not in done.stderr
+
+
+def test_an_end_is_orderly(served: Served) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 900, "temperature": 0, "ignore_eos": True, "num_steps": 0}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(served.post, "/v1/completions", body)
+        while served.total("num_requests_running") == 0:
+            time.sleep(0.01)
+        assert served.stop() == 0
+        assert running.result().json()["usage"]["completion_tokens"] == 900, "what runs is finished"
+    text = served.log.read_text()
+    phases = re.findall(r"\[eyas\] (?:phase=)?(\w+)", text)
+    assert phases == ["args", "weights", "compile", "kv_cache", "warmup", "http", "ready", "stopped"]
+    assert read_log(served.log).state == "stopped"

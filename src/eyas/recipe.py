@@ -254,6 +254,33 @@ class BenchSettings(DraftingSettings, SamplingSettings):
         return section(SamplingSettings, self)
 
 
+class ChatSettings(SamplingSettings):
+    """A conversation in the terminal."""
+
+    draft: str | None = None
+    """The draft's folder; none talks to the target alone."""
+    system: str | None = None
+    """The system message; none leaves it to the target's template."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Tokens of one answer at most."""
+    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False)
+    """0 is greedy."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Draw among the fewest most likely tokens whose probabilities reach this sum."""
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Of the engine in this process."""
+    num_steps: int = Field(default=3, ge=0, le=64)
+    """Levels drafted a round at most; how many pay is measured. 0 decodes plainly."""
+    ngram: int = Field(default=4, ge=0, le=16)
+    """Also draft what followed the last tokens before; 0 is off."""
+    marks: bool = False
+    """Underline the text whose tokens were drafted and stood."""
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        return section(SamplingSettings, self)
+
+
 class TraceSettings(Section):
     """How the embedded engine is traced."""
 

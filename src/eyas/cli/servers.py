@@ -1,12 +1,17 @@
 """Servers: start one, watch it, stop it."""
 
+import os
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
-from eyas.cli.app import FLAGS, Common, app, finish
+from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish
+from eyas.clients.chat import ServerChat
+from eyas.pipeline.chat import Chat, Source, converse, typed
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.serve import prepare, serve, to_convert
 from eyas.pipeline.watch import (
@@ -19,7 +24,7 @@ from eyas.pipeline.watch import (
     watch_following,
     watch_once,
 )
-from eyas.recipe import load_recipe, recipe_of
+from eyas.recipe import ChatSettings, load_recipe, recipe_of
 
 Many = Parameter(negative="")
 SERVER_DIED = 3
@@ -107,6 +112,44 @@ def watch(
 
     result = finish(common, Plan("watch", [folder, log, url], []), work)
     return SERVER_DIED if not common.plan and failed(result) else 0
+
+
+@app.command(name="chat")
+def chat_command(
+    *,
+    url: str | None = None,
+    prompt: Annotated[list[str] | None, Many] = None,
+    target: TargetFlags = TARGET,
+    settings: Annotated[ChatSettings, Flat] = ChatSettings(),
+    common: Common = FLAGS,
+) -> None:
+    """Talk to the target, with its draft: streaming, turn by turn, tokens/s and accept length after every answer.
+
+    The engine runs in this process, or with --url is a server of any kind (EYAS_API_KEY is its key). --prompt asks one
+    turn instead of reading lines, and may be repeated; lines that begin with / are commands (/help).
+    """
+
+    def work() -> dict[str, Any]:
+        if url is not None:
+            asked = {
+                "max_tokens": settings.max_new_tokens,
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+            }
+            source: Source = ServerChat(url, asked, os.environ.get("EYAS_API_KEY"))
+        else:
+            from eyas.pipeline.chat_engine import EngineChat
+
+            source = EngineChat(target.settings, settings)
+        console = Console(highlight=False, stderr=common.json)
+        with closing(source):
+            return converse(Chat(source, settings), prompt or typed(), console)
+
+    plan = Plan("chat", [url or target.target, settings.draft], [], settings)
+    if common.plan or common.json:
+        finish(common, plan, work)
+    else:
+        work()
 
 
 @app.command

@@ -90,6 +90,14 @@ class OpenAI:
         counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
         return Answer("".join(pieces), *counts, reason, seconds, first, last)
 
+    def events(
+        self, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0, **more: Any
+    ) -> Iterator[dict[str, Any]]:
+        """One answer, streamed: every event as it comes, the usage in the last."""
+        body = {"messages": list(messages), **self._body(max_tokens, temperature, more), "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        return self._events("/v1/chat/completions", body)
+
     def _body(self, max_tokens: int, temperature: float, more: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **more}
 

@@ -123,6 +123,11 @@ class Target:
             return None
         return hash_bytes(template.encode()) if isinstance(template, str) else hash_json(template)
 
+    def text(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """What `ids` spell; special tokens only where asked for."""
+        tokenizer: Any = self.tokenizer
+        return tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
     def logits(self, normed_BTH: Tensor) -> Tensor:
         """Logits [..., V] of final-normed states, with the target's own scale and soft-cap."""
         return self.scaled(self.head(normed_BTH))

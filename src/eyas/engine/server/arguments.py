@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from eyas.engine.server.service import MEGABYTE, Limits
 
 PROG = "eyas.engine.server"
+DTYPE = "auto measures which of float32 and bfloat16 is faster; int8 rounds the weights of target and draft"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -20,7 +21,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--port", type=_positive, default=8000)
     add("--api-key", default=os.environ.get("EYAS_API_KEY"), help="asked for under /v1; also EYAS_API_KEY")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto measures which is faster")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help=DTYPE)
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument("--num-steps", type=_positive, default=3, help="levels drafted a round at most")
     drafting.add_argument("--topk", type=_positive, default=1, help="branches a node; 1 drafts a chain")

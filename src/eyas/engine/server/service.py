@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +76,8 @@ class Service:
         """Raises ApiError 401 without the key, compared in constant time."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, self.api_key.encode()):
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def body(self, request: Request) -> bytes:
@@ -207,13 +208,15 @@ class Service:
             self.open_jobs -= piece.end is not None
             pieces.put_nowait((index, piece))
 
-        stop_ids = frozenset(ask.stop_token_ids or ())
+        def send(piece: Piece) -> None:
+            loop.call_soon_threadsafe(put, piece)
+
+        loop, stop_ids = asyncio.get_running_loop(), frozenset(ask.stop_token_ids or ())
         reader = AnswerReader(
             self.decode,
             ask.stops,
             frozenset(() if ask.ignore_eos else self.target.stop_ids),
-            asyncio.get_running_loop(),
-            put,
+            send,
         )
         return Job(
             prompt=prompt,
@@ -226,14 +229,12 @@ class Service:
             logprobs=ask.notes,
         )
 
-    def decode(self, ids: Any) -> str:
-        tokenizer: Any = self.target.tokenizer
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.target.text(ids)
 
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
-        tokenizer: Any = self.target.tokenizer
-        return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.target.text([token], special=True)
 
 
 def sampling(ask: ChatRequest | CompletionRequest, seed: int) -> SamplingSettings:

@@ -29,13 +29,15 @@ WARM_UP_TOKENS = 8
 def load(arguments: Namespace) -> Engine:
     """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
     say(phase_line("weights"))
-    target = load_target(arguments.target, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+    int8 = arguments.dtype == "int8"
+    dtype = "bfloat16" if int8 else arguments.dtype
+    target = load_target(arguments.target, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
     draft = None
     if arguments.draft is not None:
         say(phase_line("draft_weights"))
         draft = load_its_draft(arguments, target)
     say(phase_line("compile"))
-    return Engine(target, draft, drafting=drafting_of(arguments))
+    return Engine(target, draft, drafting=drafting_of(arguments), int8=int8, draft_int8=int8)
 
 
 def load_its_draft(arguments: Namespace, target: Target) -> Draft:

@@ -1,6 +1,5 @@
 """One answer on its way from the engine's thread to the event loop: text, tokens, and how it ended."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,14 +43,13 @@ class Ending:
 
 @dataclass
 class AnswerReader:
-    """Turns an engine's tokens into pieces, in the engine's thread, and hands them to the loop."""
+    """Turns an engine's tokens into pieces, in the engine's thread, and hands them on."""
 
     decode: Decode
     stops: Sequence[str]
     stop_ids: frozenset[int]
-    loop: asyncio.AbstractEventLoop
-    put: Callable[[Piece], None]
-    """Called in the loop."""
+    send: Callable[[Piece], None]
+    """Called in the engine's thread."""
     count: int = 0
     last: int | None = None
 
@@ -70,7 +68,7 @@ class AnswerReader:
         count = len(texts)
         self.count += count
         accepted = tuple(index < verdict.kept for index in range(count))
-        self._send(Piece(verdict.tokens[:count], tuple(texts), accepted, tuple(notes[:count])))
+        self.send(Piece(verdict.tokens[:count], tuple(texts), accepted, tuple(notes[:count])))
         return self.watch.found is not None
 
     def ended(self, end: End, outcome: Outcome | None, error: str | None) -> None:
@@ -81,7 +79,4 @@ class AnswerReader:
             stop = self.last if finish == "stop" and self.last not in self.stop_ids else None
         if self.watch.found is not None:
             finish, stop = "stop", self.watch.found
-        self._send(Piece(rest=rest, end=Ending(end, finish, stop, self.count, outcome, error)))
-
-    def _send(self, piece: Piece) -> None:
-        self.loop.call_soon_threadsafe(self.put, piece)
+        self.send(Piece(rest=rest, end=Ending(end, finish, stop, self.count, outcome, error)))

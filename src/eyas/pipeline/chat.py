@@ -1,0 +1,120 @@
+"""`eyas chat`: a conversation in the terminal, with an engine in this process or a server behind a url.
+
+Text goes to stdout as it is made; what is said about it goes to stderr, so that a pipe gets the answers alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from eyas.clients.chat import Part, Stats
+from eyas.progress import say
+from eyas.recipe import ChatSettings
+
+Message = dict[str, str]
+HELP = "/new forgets the conversation, /marks underlines accepted draft tokens, /system TEXT, /quit (or Ctrl-D)"
+MARKED = "underline green"
+
+
+class Source(Protocol):
+    """Who answers: parts of text, and at the end how it went."""
+
+    name: str
+
+    def answer(self, messages: list[Message]) -> Iterator[Part | Stats]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Chat:
+    """A conversation so far."""
+
+    source: Source
+    settings: ChatSettings
+    marks: bool = False
+    messages: list[Message] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.marks = self.settings.marks
+        self.begin(self.settings.system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget what was said."""
+        self.system = system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str, show: Callable[[Part], None]) -> Stats | None:
+        """Ask, showing the answer as it comes. Ctrl-C ends the answer, which stays as far as it came."""
+        self.messages.append({"role": "user", "content": text})
+        parts, stats = list[str](), None
+        answer = self.source.answer(self.messages)
+        try:
+            for part in answer:
+                if isinstance(part, Stats):
+                    stats = part
+                else:
+                    parts.append(part.text)
+                    show(part)
+        except KeyboardInterrupt:
+            say("\nthe answer is cut off")
+        whole = "".join(parts)
+        self.messages.append({"role": "assistant", "content": whole})
+        self.turns.append({"user": text, "assistant": whole, **({} if stats is None else stats.as_dict)})
+        return stats
+
+    def command(self, line: str) -> bool:
+        """A line that begins with a slash. True: the end."""
+        word, _, rest = line.partition(" ")
+        if word == "/quit":
+            return True
+        if word == "/new":
+            self.begin(self.system)
+            say("a new conversation")
+        elif word == "/marks":
+            self.marks = not self.marks
+            say(f"accepted draft tokens are {'underlined' if self.marks else 'not marked'}")
+        elif word == "/system":
+            self.begin(rest or None)
+            say("a new conversation" + (f", under: {rest}" if rest else ", without a system message"))
+        else:
+            say(HELP)
+        return False
+
+
+def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, Any]:
+    """Answer every line until there are no more; the answers go to `console`."""
+
+    def show(part: Part) -> None:
+        style = MARKED if chat.marks and part.accepted else None
+        console.print(part.text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+
+    for line in lines:
+        text = line.strip()
+        if text.startswith("/"):
+            if chat.command(text):
+                break
+        elif text:
+            stats = chat.say(text, show)
+            console.print()
+            if stats is not None:
+                say(f"[{stats.words}]")
+    return {"source": chat.source.name, "turns": chat.turns}
+
+
+def typed() -> Iterator[str]:
+    """Lines of a terminal, prompted for; of a pipe, as they are."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    say(HELP)
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            say("")
+            return

@@ -1,0 +1,85 @@
+"""An engine in this process that answers conversations, earlier turns' rows kept from one answer to the next."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from eyas.clients.chat import Part, Stats
+from eyas.data.samples import render
+from eyas.engine.batching import Job, Outcome, Scheduler
+from eyas.engine.generate import Engine
+from eyas.engine.server.stream import AnswerReader, Piece
+from eyas.errors import InputError
+from eyas.models.checkpoint import load_draft
+from eyas.models.target import load_target
+from eyas.recipe import ChatSettings, TargetSettings
+from eyas.settings import DraftingSettings
+
+Message = dict[str, str]
+
+
+class EngineChat:
+    """Loads target and draft. Raises InputError for what does not load or does not fit."""
+
+    def __init__(self, target: TargetSettings, settings: ChatSettings) -> None:
+        int8 = settings.precision == "int8"
+        dtype = "bfloat16" if int8 else settings.precision
+        loaded = load_target(target.name, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        draft = None
+        if settings.draft is not None:
+            draft, _ = load_draft(Path(settings.draft).expanduser(), loaded.embedding, loaded.dtype)
+        drafts = settings.num_steps > 0 and (draft is not None or settings.ngram > 0)
+        drafting = DraftingSettings(
+            num_steps=settings.num_steps if drafts else 1, ngram=settings.ngram if drafts else 0, adaptive=drafts
+        )
+        self.engine = Engine(loaded, draft, drafting=drafting, int8=int8, draft_int8=int8)
+        self.num_steps = self.engine.num_steps if drafts else 0
+        self.scheduler = Scheduler(self.engine, cache_rows=2 * loaded.context_length, most=1)
+        self.target, self.settings, self.name = loaded, settings, loaded.identity.name
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def answer(self, messages: list[Message]) -> Iterator[Part | Stats]:
+        """Parts as the rounds bring them; a caller that stops asking ends the text."""
+        ids = tuple(render(self.target.tokenizer, messages).ids)
+        pieces = list[Piece]()
+        reader = AnswerReader(self.target.text, (), frozenset(self.target.stop_ids), pieces.append)
+        settings = self.settings
+        job = Job(ids, settings.max_new_tokens, reader, self.num_steps, sampling=settings.sampling)
+        started, first = time.monotonic(), None
+        self.scheduler.submit(job)
+        try:
+            while not self.scheduler.idle:
+                self.scheduler.step()
+                for piece in pieces:
+                    if piece.ids and first is None:
+                        first = time.monotonic() - started
+                    yield from parts(piece)
+                    if piece.end is not None:
+                        yield stats(piece, first, time.monotonic() - started)
+                pieces.clear()
+        finally:
+            self.scheduler.cancel(job)
+
+
+def parts(piece: Piece) -> list[Part]:
+    marked = [Part(text, accepted) for text, accepted in zip(piece.texts, piece.accepted, strict=True) if text]
+    return [*marked, Part(piece.rest)] if piece.rest else marked
+
+
+def stats(piece: Piece, first: float | None, seconds: float) -> Stats:
+    """Raises InputError for a conversation that the engine refused."""
+    assert piece.end is not None, "an answer has ended"
+    outcome: Outcome | None = piece.end.outcome
+    if outcome is None:
+        raise InputError(
+            wanted="a conversation that fits the target's context",
+            got=piece.end.error or piece.end.end,
+            where="the conversation",
+            next="/new, or a smaller --max-new-tokens",
+        )
+    rounds = outcome.rounds
+    length = 1 + sum(rounds) / len(rounds) if rounds else None
+    counts = (len(rounds) or None, outcome.cached_tokens, piece.end.finish)
+    return Stats(piece.end.tokens, first, seconds, length, *counts)

@@ -1,0 +1,101 @@
+"""`eyas chat`: turns follow each other, marks say which text was drafted, a pipe gets the answers alone."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eyas.cli.program import main
+from eyas.clients.chat import Part, Stats, parts_of
+from eyas.pipeline.chat import Chat, converse
+from eyas.pipeline.chat_engine import EngineChat
+from eyas.recipe import ChatSettings, TargetSettings
+
+GREEDY = {"temperature": 0.0, "precision": "float32"}
+
+
+class Parrot:
+    """Answers with what was said, every second word drafted."""
+
+    name = "parrot"
+
+    def __init__(self) -> None:
+        self.heard: list[list[dict[str, str]]] = []
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[Part | Stats]:
+        self.heard.append([dict(message) for message in messages])
+        for index, word in enumerate(messages[-1]["content"].split()):
+            yield Part(word + " ", bool(index % 2))
+            if word == "stop":
+                raise KeyboardInterrupt
+        yield Stats(3, 0.5, 1.5, 2.0, 4, 7, "stop")
+
+
+def talk(lines: list[str], **settings: object) -> tuple[Parrot, str, dict]:
+    source, out = Parrot(), io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=80)
+    result = converse(Chat(source, ChatSettings(**settings)), lines, console)
+    return source, out.getvalue(), result
+
+
+def test_a_turn_hears_all_before_it_and_commands_are_not_said() -> None:
+    source, _, result = talk(["one", "", "/marks", "two", "/new", "three", "/system S", "four", "/quit", "five"])
+    said = [[(message["role"][0], message["content"]) for message in heard] for heard in source.heard]
+    assert said == [
+        [("u", "one")],
+        [("u", "one"), ("a", "one "), ("u", "two")],
+        [("u", "three")],
+        [("s", "S"), ("u", "four")],
+    ]
+    assert [turn["user"] for turn in result["turns"]] == ["one", "two", "three", "four"]
+    assert result["turns"][0]["tokens_s"] == 2.0 and result["turns"][0]["accept_length"] == 2.0
+
+
+def test_an_answer_cut_off_stays_as_far_as_it_came() -> None:
+    source, _, result = talk(["go stop never", "on"])
+    assert result["turns"][0]["assistant"] == "go stop "
+    assert [message["content"] for message in source.heard[1]] == ["go stop never", "go stop ", "on"]
+
+
+def test_accepted_text_is_underlined_on_request_and_markup_is_text() -> None:
+    _, plain, _ = talk(["[bold]a[/bold] b"])
+    _, marked, _ = talk(["[bold]a[/bold] b"], marks=True)
+    assert plain == "[bold]a[/bold] b \n"
+    assert marked == "[bold]a[/bold] \x1b[4;32mb \x1b[0m\n"
+
+
+def test_a_status_line_leaves_out_what_nobody_told() -> None:
+    assert Stats(3, 0.5, 1.5, 2.0, 4, 7, "stop").words == (
+        "3 tokens, 2.0 tokens/s, accept length 2.00 over 4 rounds, first token 0.50 s, 7 prompt tokens known"
+    )
+    assert Stats(None, None, 1.0).words == "" and Stats(1, 0.5, 0.5).tokens_s is None
+
+
+def test_other_servers_events_have_no_marks() -> None:
+    assert parts_of({"delta": {"content": "x"}}) == [Part("x")]
+    assert parts_of({"delta": {"role": "assistant"}}) == parts_of({"delta": {"content": None}}) == []
+    assert parts_of({"accepted": [["a", True], ["", False], ["b", False]]}) == [Part("a", True), Part("b")]
+
+
+def test_an_engine_in_this_process_answers_as_it_would_anew_and_keeps_earlier_rows(tiny_target: Path) -> None:
+    settings = ChatSettings(max_new_tokens=20, **GREEDY)
+    chat = EngineChat(TargetSettings(name=str(tiny_target)), settings)
+    turns = Chat(chat, settings)
+    for text in ("hello there", "and again"):
+        turns.say(text, lambda part: None)
+    fresh = list(EngineChat(TargetSettings(name=str(tiny_target)), settings).answer(turns.messages[:-1]))
+    assert "".join(part.text for part in fresh if isinstance(part, Part)) == turns.messages[-1]["content"]
+    assert turns.turns[1]["cached_tokens"] > 40 or not chat.engine.forward.side_by_side
+    assert turns.turns[0]["tokens"] == 20 and chat.scheduler.idle and chat.scheduler.pool.used == []
+
+
+def test_the_command_prints_answers_or_one_object(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chat", "--target", str(tiny_target), "--prompt", "hi", "--max-new-tokens", "5", "--temperature", "0"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--precision", "float32", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert found["turns"][0]["user"] == "hi" and found["turns"][0]["tokens"] == 5
