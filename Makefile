@@ -3,6 +3,7 @@
 # make test       the test suite (at most ten minutes on 2 cores)
 # make lint       style, types, import contracts
 # make test-lossless   every precision and way of drafting, token for token, on the default target (in parts: its docstring)
+# make test-server   the embedded server's OpenAPI description, by schemathesis (two minutes)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make test-engines   drafts inside a stock vLLM on CPU and servers under Eyas, in .venv-vllm (15 minutes, 3.5 GB)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
@@ -22,7 +23,7 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless setup-peers test-peers setup-engines test-engines bench-training wiring-table
+.PHONY: help setup demo test lint test-lossless test-server setup-peers test-peers setup-engines test-engines bench-training wiring-table
 help:
 	@sed -n 's/^# //p' Makefile | head -11
 
@@ -50,6 +51,9 @@ lint: $(READY)
 
 test-lossless: $(READY)
 	$(BIN)/python -m pytest -m lossless -s tests/lossless
+
+test-server: $(READY)
+	$(BIN)/python -m pytest -m server tests/test_server_schema.py
 
 setup-peers: $(PEERS_READY)
 

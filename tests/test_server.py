@@ -36,19 +36,6 @@ LONG: list[Any] = [{"role": "user", "content": "x" * 2000}]
 TWO_LIMITS = {"max_tokens": 2, "max_completion_tokens": 3}
 LIMITS = ("--max-running", "3", "--max-waiting", "3", "--max-output", "900", "--max-body", "20000", "--grace-s", "20")
 FLAGS = ("--ngram", "3", *LIMITS)
-    "--ngram",
-    "3",
-    "--max-running",
-    "3",
-    "--max-waiting",
-    "3",
-    "--max-output",
-    "900",
-    "--max-body",
-    "20000",
-    "--grace-s",
-    "20",
-)
 
 
 class Served:
