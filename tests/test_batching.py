@@ -17,7 +17,7 @@ from eyas.engine.generate import Engine
 from eyas.engine.logprobs import TokenLogprob
 from eyas.engine.native_build import load_native
 from eyas.engine.rows import TextRows
-from eyas.engine.verify import Verdict
+from eyas.engine.verify import Verdict, Walk
 from eyas.models.target import load_target
 from eyas.settings import DraftingSettings, SamplingSettings
 from test_drafting import COSTS
@@ -190,6 +190,29 @@ def test_what_does_not_fit_waits_and_what_never_fits_is_refused(folder: Path) ->
     assert [job.reader.end for job in small] == ["done"] * 3  # pyrefly: ignore
     assert large.reader.end == over.reader.end == "refused"  # pyrefly: ignore
     assert "of 512 in all" in large.reader.error and "1 to 1023 tokens" in over.reader.error  # pyrefly: ignore
+
+
+def test_a_fault_of_one_text_ends_it_and_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder, "n-grams", native=False)
+    scheduler = Scheduler(engine, cache_rows=1024)
+    jobs = [Job(prompt(20, seed), 30, Listener(), 3, True) for seed in range(2)]
+    expected = engine.generate(jobs[0].prompt, 30, 3, True).ids
+    for job in jobs:
+        scheduler.submit(job)
+    for _ in range(4):
+        scheduler.step()
+    seat = next(seat for seat in scheduler.seats if seat.job is jobs[1])
+
+    def broken(tree: object, logits_RV: object) -> Walk:
+        raise ArithmeticError("nothing to draw from")
+
+    monkeypatch.setattr(seat.text.judge, "walk", broken)
+    run(scheduler, {}, {0: []})
+    assert (jobs[1].reader.end, jobs[1].reader.error) == (  # pyrefly: ignore
+        "failed",
+        "ArithmeticError: nothing to draw from",
+    )
+    assert tuple(jobs[0].reader.ids) == expected and scheduler.pool.used == []  # pyrefly: ignore
 
 
 def test_a_reader_can_end_its_text(folder: Path) -> None:

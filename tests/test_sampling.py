@@ -282,6 +282,13 @@ def test_greedy_is_the_lowest_of_the_likeliest_after_bias_and_penalties() -> Non
     assert choose([1, 2], frequency_penalty=2.0) == 3, "the prompt is not counted"
 
 
+def test_a_temperature_near_zero_draws_the_likeliest_and_overflows_nowhere() -> None:
+    logits = torch.tensor([3.0, 50_000.0, -7.0])
+    for temperature in (5e-324, 1e-300, 1e-3):
+        ids, weights = kept(logits, SamplingSettings(temperature=temperature, top_p=5e-324))
+        assert (ids.tolist(), weights.tolist()) == ([1], [1.0])
+
+
 def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="below 4"):
         Sampler(SamplingSettings(logit_bias={"4": 1.0}), [1], 4)

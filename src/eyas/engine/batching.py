@@ -8,8 +8,10 @@ One thread owns a Scheduler. Only `submit` and `cancel` may be called from other
 """
 
 import time
+import traceback
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -25,6 +27,7 @@ from eyas.engine.spans import Spans
 from eyas.engine.text import Text
 from eyas.engine.verify import Verdict
 from eyas.errors import InputError
+from eyas.progress import say
 from eyas.settings import SamplingSettings
 
 CHUNK = 128
@@ -220,9 +223,10 @@ class Scheduler:
             place.taps.append(taps)
         if end == len(prompt):
             whole = torch.cat(place.taps, dim=1) if place.taps else None
-            verdict = self.engine.first(seat.text, forward.logits(state), whole)
-            self.totals.generation_tokens += len(verdict.tokens)
-            self._told(seat, verdict)
+            with self._alone(seat):
+                verdict = self.engine.first(seat.text, forward.logits(state), whole)
+                self.totals.generation_tokens += len(verdict.tokens)
+                self._told(seat, verdict)
         self.totals.prefill_seconds += time.perf_counter() - started
 
     def _rounds(self, seats: Sequence[Seat]) -> None:
@@ -246,11 +250,22 @@ class Scheduler:
         self.totals.forwards += 1 if forward.side_by_side else len(seats)
         for seat, tree, (logits_RV, verified) in zip(seats, trees, lanes, strict=True):
             self.spans.lap("verify")
-            verdict = engine.decide(seat.text, tree, logits_RV, verified)
-            seat.drafted += len(tree.tokens)
-            self.totals.count(verdict, tree.depth, len(tree.tokens))
-            self._told(seat, verdict)
+            with self._alone(seat):
+                verdict = engine.decide(seat.text, tree, logits_RV, verified)
+                seat.drafted += len(tree.tokens)
+                self.totals.count(verdict, tree.depth, len(tree.tokens))
+                self._told(seat, verdict)
             self.spans.lap("host")
+
+    @contextmanager
+    def _alone(self, seat: Seat) -> Generator[None]:
+        """What goes wrong while one text's tokens are chosen ends that text and no other: nothing is shared there."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a fault nobody thought of, told to its client and to the log
+            say(traceback.format_exc())
+            if seat in self.seats:
+                self._leave(seat, "failed", f"{type(error).__name__}: {error}")
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """Hand on what was emitted; leave where the text is over."""
@@ -261,10 +276,10 @@ class Scheduler:
         elif halted:
             self._leave(seat, "halted")
 
-    def _leave(self, seat: Seat, end: End) -> None:
+    def _leave(self, seat: Seat, end: End, error: str | None = None) -> None:
         self.seats.remove(seat)
         self.pool.release(seat.place)
-        self._tell(seat.job, end, _outcome(seat))
+        self._tell(seat.job, end, _outcome(seat), error)
 
     def _tell(self, job: Job, end: End, outcome: Outcome | None, error: str | None = None) -> None:
         self.totals.ends[end] = self.totals.ends.get(end, 0) + 1

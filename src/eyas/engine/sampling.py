@@ -88,7 +88,9 @@ def adjusted(logits_V: Tensor, settings: SamplingSettings, prompt: frozenset[int
 
 def kept(logits_V: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     """(ids, weights) [K] of the tokens that may be drawn, float64, not normalised; every weight is above 0."""
-    probabilities_V = torch.softmax(logits_V.double() / settings.temperature, dim=-1)
+    logits_V = logits_V.double()
+    # The likeliest at 0 before the division: a temperature near 0 makes the others vanish, and nothing infinite.
+    probabilities_V = torch.softmax((logits_V - logits_V.max()) / settings.temperature, dim=-1)
     if settings.top_k == 0 and settings.top_p == 1.0:
         ids = torch.arange(len(probabilities_V), device=logits_V.device)
         return _positive(ids, probabilities_V, settings.min_p)

@@ -67,7 +67,7 @@ def _paths() -> Json:
 
 
 def _generation(request: str, answer: str, summary: str) -> Json:
-    content = {"application/json": {"schema": _ref(answer)}, "text/event-stream": {"schema": TEXT}}
+    content = {"application/json": {"schema": _ref(answer)}, "text/event-stream": {"schema": _object(data=TEXT)}}
     answers = {"200": {"description": "The answer, whole or streamed.", "content": content}}
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     return {**_operation(summary, answers | _errors(400, 401, 404, 408, 413, 429, 500, 503)), "requestBody": body}

@@ -56,7 +56,7 @@ class Common(Body):
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: dict[TokenText, Bias] | None = None
     """Token id to what is added to its logit."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
