@@ -356,6 +356,24 @@ def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, s
     assert done.returncode == 1 and "failed=port_busy" in done.stderr and "phase=weights" not in done.stderr
 
 
+def test_an_end_that_cannot_wait_tells_its_clients(target: Path) -> None:
+    server = Served(target, "--grace-s", "0.3").wait()
+    body = {"prompt": [5, 6, 7], "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "num_steps": 0}
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(server.post, "/v1/completions", body | {"stream": bool(i % 2)}) for i in range(12)]
+        while server.total("num_requests_running") < 12:
+            time.sleep(0.01)
+        assert server.stop() == 0
+        answers = [one.result() for one in asked]
+    assert {answer.status_code for answer in answers[0::2]} == {503}
+    assert {answer.json()["error"]["code"] for answer in answers[0::2]} == {"shutting_down"}
+    for answer in answers[1::2]:
+        *_, error, done, end = answer.text.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert (done, end) == ("data: [DONE]", "")
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_an_end_is_orderly(served: Served) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 900, "temperature": 0, "ignore_eos": True, "num_steps": 0}
     with ThreadPoolExecutor(1) as pool:

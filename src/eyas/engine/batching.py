@@ -148,6 +148,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.seats
 
+    @property
+    def jobs(self) -> list[Job]:
+        """All that have not ended."""
+        return [*self.waiting, *(seat.job for seat in self.seats)]
+
     def forget(self) -> None:
         """Count from zero, as at the start."""
         self.totals = Totals()
@@ -176,7 +181,7 @@ class Scheduler:
 
     def fail(self, error: str) -> None:
         """Nothing can go on: everyone is told."""
-        for job in [*self.waiting, *(seat.job for seat in self.seats)]:
+        for job in self.jobs:
             self._tell(job, "failed", None, error)
         self.waiting.clear()
         self.seats.clear()

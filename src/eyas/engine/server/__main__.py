@@ -5,6 +5,7 @@ import contextlib
 import signal
 import socket
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Generator, Sequence
 
@@ -22,6 +23,8 @@ from eyas.launch.own_lines import failed_line, phase_line, ready_line, stopped_l
 from eyas.progress import say
 
 KEEP_ALIVE_S = 75
+SLOW_READERS_S = 3
+"""For clients to take what is left for them, at the end."""
 
 
 class Server(uvicorn.Server):
@@ -52,9 +55,11 @@ def run(arguments: Namespace) -> int:
     with listener:
         engine = load(arguments)
         say(phase_line("kv_cache"))
-        rows = arguments.cache_rows or free_rows(engine)
+        rows = arguments.cache_rows or free_rows(engine, arguments.max_running)
         scheduler = Scheduler(engine, cache_rows=rows, most=arguments.max_running)
         say(f"engine: {rows} cache rows, {arguments.max_running} texts at a time")
+        if not engine.forward.side_by_side:
+            say("engine: on this path texts take their rounds one after the other (docs/server.md)")
         say(phase_line("warmup"))
         warm_up(scheduler)
         why = asyncio.run(serve(arguments, engine, scheduler, listener))
@@ -98,7 +103,7 @@ async def serve(arguments: Namespace, engine: Engine, scheduler: Scheduler, list
         access_log=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(arguments.grace_s)),
+        timeout_graceful_shutdown=SLOW_READERS_S,
     )
     server = Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -108,10 +113,19 @@ async def serve(arguments: Namespace, engine: Engine, scheduler: Scheduler, list
     why = await ended
     service.closing = True
     say(stopped_line(why) if worker.failure is None else why)
+    await drain(service, arguments.grace_s)
     server.should_exit = True
     await serving
     service.close()
     return worker.failure
+
+
+async def drain(service: Service, grace_s: float) -> None:
+    """Let what runs finish; after `grace_s` cancel it, so that its clients are told."""
+    deadline = time.monotonic() + grace_s
+    while service.open_jobs and service.worker.alive and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    service.worker.cancel_all()
 
 
 def make_service(arguments: Namespace, engine: Engine, worker: Worker) -> Service:

@@ -22,7 +22,6 @@ from eyas.settings import DraftingSettings
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free once the weights are loaded, for the cache."""
-MOST_ROWS = 2**18
 WARM_UP_TOKENS = 8
 
 
@@ -69,15 +68,16 @@ def drafting_of(arguments: Namespace) -> DraftingSettings:
     )
 
 
-def free_rows(engine: Engine) -> int:
-    """Cache rows that a share of the free memory holds, whole length blocks, at least one."""
+def free_rows(engine: Engine, running: int) -> int:
+    """Cache rows that a share of the free memory holds, whole length blocks, at most the context for every text."""
     cache, block = engine.forward.cache, engine.forward.cache.block
     buffers = (*cache.keys.values(), *cache.values.values())
     assert buffers, "the self-test filled a cache"
     row_bytes = sum(buffer.nbytes for buffer in buffers) / cache.capacity
     device = engine.target.model.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, min(MOST_ROWS, int(free * MEMORY_SHARE / row_bytes)) // block) * block
+    wanted = running * (engine.target.context_length + block)
+    return max(1, min(wanted, int(free * MEMORY_SHARE / row_bytes)) // block) * block
 
 
 class _Silent:

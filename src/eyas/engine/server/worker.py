@@ -17,7 +17,7 @@ MakeScheduler = Callable[[], Scheduler]
 
 @dataclass(frozen=True)
 class Command:
-    """`job` None: stop."""
+    """`job` None: all of them; without `cancel`: stop."""
 
     job: Job | None
     cancel: bool = False
@@ -45,6 +45,9 @@ class Worker:
     def cancel(self, job: Job) -> None:
         self._commands.put(Command(job, cancel=True))
 
+    def cancel_all(self) -> None:
+        self._commands.put(Command(None, cancel=True))
+
     def stop(self) -> None:
         """Cancel what is left and end the thread; returns when it has ended."""
         self._commands.put(Command(None))
@@ -67,10 +70,11 @@ class Worker:
                 command = self._commands.get(block=self.scheduler.idle)
             except Empty:
                 return True
-            if command.job is None:
+            if command.cancel:
+                for job in self.scheduler.jobs if command.job is None else [command.job]:
+                    self.scheduler.cancel(job)
+            elif command.job is not None:
+                self.scheduler.submit(command.job)
+            else:
                 self.scheduler.fail("the server is stopping")
                 return False
-            if command.cancel:
-                self.scheduler.cancel(command.job)
-            else:
-                self.scheduler.submit(command.job)
