@@ -130,6 +130,14 @@ def test_a_stage_folder_loads_as_its_newest_step(tmp_path: Path) -> None:
     assert torch.equal(loaded.fc.weight, make_draft(seed=2).fc.weight)
 
 
+@pytest.mark.parametrize(("hidden", "heads", "keys"), [(30, 4, 2), (32, 4, 3), (32, 0, 1)])
+def test_heads_that_do_not_divide_are_refused_in_words(hidden: int, heads: int, keys: int) -> None:
+    config = make_draft().config.model_dump()
+    with pytest.raises(InputError, match="a multiple of num_attention_heads") as caught:
+        DraftConfig(**config | {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": keys})
+    assert caught.value.code == "shape_mismatch"
+
+
 def test_a_rope_scaling_without_a_key_of_its_type_is_refused_in_words() -> None:
     with pytest.raises(InputError, match="high_freq_factor"):
         make_draft(rope_scaling={"rope_type": "llama3", "factor": 8.0})

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from eyas.training.batches import order, pack
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, gain, new_draft
 from eyas.training.loop import train
+from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made, make_samples, write_captures
@@ -159,6 +161,71 @@ def test_a_loss_that_is_not_finite_names_the_samples_and_keeps_the_checkpoint(
     assert "sample-4" in caught.value.got and "sample-0" not in caught.value.got
     for kept in trainer_state.step_folders(tmp_path / "draft"):
         assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(kept)[0]).values())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+def test_a_sample_that_overflows_by_itself_is_named_alone(
+    captures: Path,
+    tmp_path: Path,
+    run: Callable[..., Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    accumulate: int,
+    where: str,
+) -> None:
+    """Its states are finite: only its own loss, or its own gradient, tells."""
+    whole = loop.Trainer.loss
+
+    def overflowing(trainer: loop.Trainer, batch: Batch, weights: list[float]) -> tuple[torch.Tensor, Sums]:
+        loss, sums = whole(trainer, batch, weights)
+        if "sample-2" in batch.samples and trainer.step >= 3:
+            if where == "gradient norm":
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+                return loss * 1.0, sums
+            loss = loss * float("nan")
+        return loss, sums
+
+    monkeypatch.setattr(loop.Trainer, "loss", overflowing)
+    settings = SETTINGS.model_copy(update={"save_every": 1, "batch_tokens": 48, "accumulate": accumulate, "epochs": 9})
+    with pytest.raises(InputError) as caught:
+        run(captures, tmp_path / "draft", settings)
+    assert where in caught.value.wanted and caught.value.got.endswith("; samples: sample-2")
+    kept = trainer_state.step_folders(tmp_path / "draft")
+    assert len(kept) == 2
+    for folder in kept:
+        assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(folder)[0]).values())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "trainer_state.safetensors", "trainer.json"])
+def test_a_checkpoint_cut_short_is_named_and_the_one_before_goes_on(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7, kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(captures, tmp_path / "draft")
+    cut = tmp_path / "draft" / "step-6"
+    (cut / name).write_bytes((cut / name).read_bytes()[:20])
+    with pytest.raises(InputError) as caught:
+        run(captures, tmp_path / "draft")
+    assert caught.value.wanted == "a whole checkpoint" and f"remove {cut} " in caught.value.next
+    assert name in caught.value.where
+    shutil.rmtree(cut)
+    assert run(captures, tmp_path / "draft").facts["steps"] > 7
+
+
+def test_a_step_without_a_supervised_row_moves_nothing_it_should_not(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest]
+) -> None:
+    """An answer of one token gives no row: the step's loss is 0 and finite."""
+    samples = make_samples(target, train=3, heldout=0)
+    alone = torch.arange(len(samples[1].ids_T)) == len(samples[1].ids_T) - 1
+    folder = write_captures(
+        tmp_path / "captures", target, [samples[0], replace(samples[1], loss_mask_T=alone), samples[2]]
+    )
+    run(folder, tmp_path / "draft", SETTINGS.model_copy(update={"batch_tokens": 1, "epochs": 1}))
+    lines = [json.loads(line) for line in (tmp_path / "draft" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(line["rows"][0] for line in lines)[0] == 0 and all(line["loss"] >= 0 for line in lines)
 
 
 def test_a_full_disk_is_said_and_the_last_checkpoint_stays_whole(

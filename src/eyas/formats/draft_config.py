@@ -107,6 +107,7 @@ class DraftConfig(BaseModel):
                 where="draft config: draft_vocab_size",
                 next=f"--set draft.vocab_size={self.vocab_size} or smaller",
             )
+        self._check_heads()
         if (self.block == "mla") != (self.latent is not None):
             raise InputError(
                 wanted=f"{', '.join(LATENT_KEYS)} with block mla, and with no other",
@@ -117,6 +118,18 @@ class DraftConfig(BaseModel):
         if self.latent is not None:
             self._check_latent(self.latent)
         return self
+
+    def _check_heads(self) -> None:
+        """What transformers, and so every engine that reads the file with it, refuses of a Llama block."""
+        hidden, heads, keys = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if min(hidden, heads, keys) < 1 or hidden % heads or heads % keys:
+            raise InputError(
+                wanted="hidden_size a multiple of num_attention_heads, and these of num_key_value_heads",
+                got=f"{hidden}, {heads}, {keys}",
+                where="draft config: num_attention_heads",
+                next="mend the heads in the draft's config.json; a new draft takes them from its target",
+                code="shape_mismatch",
+            )
 
     def _check_latent(self, latent: LatentShape) -> None:
         """What no engine's latent attention can be: fewer key heads, another rotated width, biases."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.data.shards import Samples
 from eyas.errors import InputError
-from eyas.models.checkpoint import DraftInfo, load_draft
+from eyas.models.checkpoint import DraftInfo
 from eyas.models.draft import Draft
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
@@ -38,7 +38,7 @@ from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
 from eyas.training.start import open_samples, starting_draft, trainable
 from eyas.training.teacher import Teacher
-from eyas.training.trainer_state import restore, save_step, step_folders
+from eyas.training.trainer_state import load_checkpoint, restore, save_step, step_folders
 
 
 @dataclass
@@ -74,24 +74,56 @@ class Trainer:
             group["lr"] = rate
         total, sums = 0.0, None
         for batch in batches:
-            loss, added = ttt_loss(
-                self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype, self.objective
-            )
+            loss, added = self.loss(batch, weights)
             if not math.isfinite(loss.item()):
-                raise not_finite("loss", loss.item(), batch, self.step)
+                raise self.not_finite("loss", loss.item(), [batch], weights)
             loss.backward()
             total += loss.item()
             sums = added if sums is None else sums + added
         assert sums is not None, "a step has a batch"
         norm = torch.nn.utils.clip_grad_norm_(list(trained(self.draft).values()), settings.clip_norm)
         if not math.isfinite(norm.item()):
-            raise not_finite("gradient norm", norm.item(), batches[-1], self.step)
+            raise self.not_finite("gradient norm", norm.item(), batches, weights)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
         tokens = sum(self.lengths[index] for indices in self.plan[self.step - 1] for index in indices)
         self.tokens += tokens
         return metrics(self.step, self.tokens, total, sums, rate, norm.item())
+
+    def loss(self, batch: Batch, weights: list[float]) -> tuple[Tensor, Sums]:
+        return ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype, self.objective)
+
+    def not_finite(self, what: str, value: float, batches: list[Batch], weights: list[float]) -> InputError:
+        """Which samples it was: those whose states are not finite, else those that do it alone, else all of them."""
+        names = [name for batch in batches for name in batch.samples]
+        bad = [name for batch in batches for name in batch.with_bad_states()]
+        named = bad or self.bad_alone(names, weights) or names
+        return InputError(
+            wanted=f"a finite {what} at step {self.step + 1}",
+            got=f"{value}; {'states that are not finite in' if bad else 'samples'}: {', '.join(named)}",
+            where="captures" if bad else "train",
+            next="capture those samples again"
+            if bad
+            else "--set train.learning_rate lower; the last checkpoint is kept",
+        )
+
+    def bad_alone(self, names: list[str], weights: list[float]) -> list[str]:
+        """Of these samples of the step at work, those whose own loss or gradient is not finite."""
+        device = self.draft.fc.weight.device
+        indices = [index for indices in self.plan[self.step] for index in indices]
+        found = []
+        for index in indices:
+            batch = self.batches.load([index], device)
+            if batch.samples[0] not in names:
+                continue
+            self.optimiser.zero_grad()
+            loss, _ = self.loss(batch, weights)
+            loss.backward()
+            gradients = [p.grad for p in trained(self.draft).values() if p.grad is not None]
+            if not math.isfinite(loss.item()) or not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                found.append(batch.samples[0])
+        return found
 
 
 def train(
@@ -171,7 +203,7 @@ def prepare(
     out = stage.folder
     folder = next(reversed(step_folders(out)), None)
     if folder is not None:
-        draft, info = load_draft(folder, target.embedding)
+        draft, info = load_checkpoint(folder, target.embedding)
     else:
         draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
     trainable(draft)
@@ -281,21 +313,6 @@ def note(line: dict[str, Any]) -> str:
     accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
     held = f", held-out accept length {line[HELD_OUT]:.3f}" if HELD_OUT in line else ""
     return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}{held}"
-
-
-def not_finite(what: str, value: float, batch: Batch, step: int) -> InputError:
-    bad = [
-        name
-        for name, first, last in zip(batch.samples, batch.rows.starts, batch.rows.starts[1:], strict=False)
-        if not bool(batch.taps_TA[first:last].isfinite().all() & batch.last_hidden_TH[first:last].isfinite().all())
-    ]
-    return InputError(
-        wanted=f"a finite {what} at step {step + 1}",
-        got=f"{value}"
-        + (f"; states that are not finite in: {', '.join(bad)}" if bad else f"; samples: {', '.join(batch.samples)}"),
-        where="captures" if bad else "train",
-        next="capture those samples again" if bad else "--set train.learning_rate lower; the last checkpoint is kept",
-    )
 
 
 @contextmanager

@@ -38,6 +38,14 @@ class Batch:
     """The target's full-vocabulary argmax after each row; read at supervised rows only."""
     rows: Rows
 
+    def with_bad_states(self) -> list[str]:
+        """The samples whose taps or last hidden are not finite."""
+        spans = zip(self.samples, self.rows.starts, self.rows.starts[1:], strict=False)
+        states = (self.taps_TA, self.last_hidden_TH)
+        return [
+            name for name, first, last in spans if not all(bool(one[first:last].isfinite().all()) for one in states)
+        ]
+
 
 @dataclass(frozen=True)
 class Sums:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.models.checkpoint import CONFIG, DraftInfo, save_draft, step_number
+from eyas.models.checkpoint import CONFIG, DraftInfo, load_draft, save_draft, step_number
 from eyas.models.draft import Draft
 from eyas.run import disk_error, write_atomic
 from eyas.training.optimise import Optimiser, trained
@@ -56,20 +56,31 @@ def step_folders(out: Path) -> list[Path]:
     return sorted((path for path in out.glob("step-*") if (path / CONFIG).is_file()), key=step_number)
 
 
+def load_checkpoint(folder: Path, target_embedding: Tensor) -> tuple[Draft, DraftInfo]:
+    """The draft of a checkpoint. Raises InputError for one that is not whole, with what to remove."""
+    try:
+        return load_draft(folder, target_embedding)
+    except InputError as error:
+        raise _broken(error.where, error.got, folder) from error
+
+
 def restore(folder: Path, draft: Draft, optimiser: Optimiser) -> tuple[int, int]:
     """Put the optimiser's moments and the random state back; returns steps and tokens done.
 
     The draft's weights come from load_draft. Raises InputError for a checkpoint that is not whole.
     """
-    path = folder / STATES
+    path, cursor = folder / STATES, folder / TRAINER
     try:
-        done = json.loads((folder / TRAINER).read_text())
-        tensors = load_file(path)
+        done = json.loads(cursor.read_text())
         step, tokens = int(done["step"]), int(done["tokens"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise _broken(path, str(error)) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise _broken(str(cursor), str(error), folder) from error
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _broken(str(path), str(error), folder) from error
     if missing := sorted(_optimiser_names(draft, optimiser) - tensors.keys()):
-        raise _broken(path, f"missing {', '.join(missing[:3])}")
+        raise _broken(str(path), f"missing {', '.join(missing[:3])}", folder)
     torch.set_rng_state(tensors["rng"])
     for name, parameter in trained(draft).items():
         optimiser.owner(parameter).state[parameter] = {
@@ -93,10 +104,10 @@ def _optimiser_names(draft: Draft, optimiser: Optimiser) -> set[str]:
     }
 
 
-def _broken(path: Path, got: str) -> InputError:
+def _broken(where: str, got: str, folder: Path) -> InputError:
     return InputError(
         wanted="a whole checkpoint",
         got=got,
-        where=str(path),
-        next=f"remove {path.parent} and run the same command again: it resumes from the one before",
+        where=where,
+        next=f"remove {folder} and run the same command again: it resumes from the one before",
     )
