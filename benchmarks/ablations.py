@@ -1,0 +1,165 @@
+"""What to train: one change at a time against the default, on one stored set of captures.
+
+    python benchmarks/ablations.py --captures RUN/captures [--target NAME] [--hours 6] [--set train.epochs=3 ...]
+    python benchmarks/ablations.py --table
+
+First every change with one seed; then the best three and the default with two seeds more. Each run is a row of
+`bench/out/ablations.jsonl`: what was changed, seed, held-out accept length (the walk, chains of `evaluate.steps`), and
+what it cost. A run that has its row is not run again and a run that was cut resumes; no run starts once those of this
+set have taken `--hours` in all. `--set` lays the same base under all of them; rows of another base or set are others.
+
+Figures are shown as the mean over seeds with a 95 % interval (Student's t over seeds), and as the paired difference to
+the default on the same seeds: with one seed there is no interval and nothing is proven. Each run's best step is chosen
+on some of the held-out answers that it is then measured on, so all figures are a little high, all in the same way.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from eyas.progress import say
+from eyas.recipe import Recipe, recipe_of
+from eyas.run import hash_json, machine, manifest_hash, versions
+from eyas.training.evaluate import evaluate
+from eyas.training.loop import train
+
+OUT = Path("bench/out")
+DEFAULT = "default"
+CHANGES: dict[str, tuple[str, ...]] = {
+    DEFAULT: (),
+    "reverse KL": ("train.loss=reverse_kl",),
+    "total variation": ("train.loss=total_variation",),
+    "LK alpha": ("train.loss=lk_alpha",),
+    "LK lambda": ("train.loss=lk_lambda",),
+    "LK lambda, decay 3": ("train.loss=lk_lambda", "train.lk_decay=3.0"),
+    "steps weigh the same": ("train.step_decay=1.0",),
+    "steps weigh half": ("train.step_decay=0.5",),
+    "all rows below the sum": ("train.denominator=all",),
+    "Muon": ("train.optimiser=muon",),
+    "Muon, three times the rate": ("train.optimiser=muon", "train.learning_rate=3e-3"),
+    "AdamW, half the rate": ("train.learning_rate=5e-4",),
+    "AdamW, twice the rate": ("train.learning_rate=2e-3",),
+    "from noise": ("train.initialise=random",),
+    "TTT 5": ("train.ttt_length=5",),
+    "no norms of the taps": ("draft.fc_norm=false",),
+    "norm(h) fed back": ("draft.norm_output=true",),
+    "Qwen3 block": ("draft.block=qwen3",),
+    "two layers": ("draft.num_hidden_layers=2",),
+    "half the vocabulary": ("draft.vocab_size=4096",),
+    "twice the vocabulary": ("draft.vocab_size=16384",),
+}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""97.5 % points of Student's t by number of seeds."""
+Row = dict[str, Any]
+
+
+def rows_of(path: Path, base: str) -> list[Row]:
+    """The rows of this base and these captures; a line cut by a kill is none."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}\n")]
+    return [row for row in rows if row["base"] == base]
+
+
+def torn(path: Path) -> bool:
+    """Whether the last line was cut by a kill."""
+    return path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+
+
+def left(rows: list[Row], names: Iterable[str], finalists: int, seeds: int) -> Iterator[tuple[str, int]]:
+    """What is still to run: every change with seed 0, then the finalists' other seeds."""
+    names, done = list(names), {(row["name"], row["seed"]) for row in rows}
+    screen = [(name, 0) for name in names if (name, 0) not in done]
+    if screen:
+        yield from screen
+        return
+    first = {row["name"]: row["accept_length"] for row in rows if row["seed"] == 0}
+    ranked = sorted((name for name in names if name != DEFAULT), key=lambda name: -first[name])
+    for seed in range(1, seeds):
+        yield from ((name, seed) for name in [DEFAULT, *ranked[:finalists]] if (name, seed) not in done)
+
+
+def one_run(recipe: Recipe, captures: Path, folder: Path, name: str, seed: int, base: str) -> Row:
+    settings = recipe.train.model_copy(update={"seed": seed})
+    manifest = train(captures, folder, settings, recipe.draft, recipe.target)
+    found = evaluate(folder, captures, recipe.evaluate, recipe.target)
+    return {
+        "base": base,
+        "name": name,
+        "seed": seed,
+        "accept_length": found["accept_length_walk"],
+        "accept_length_rows": found["accept_length"],
+        "survival": found["survival"],
+        "accuracy": found["accuracy"],
+        "seconds": manifest.seconds,
+        "tokens": manifest.facts["tokens"],
+        "steps": manifest.facts["steps"],
+        "best": manifest.facts["draft"],
+        "settings": manifest.settings,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def interval(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.4f}" if values else ""
+    half = STUDENT[len(values)] * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.4f} ± {half:.4f}"
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, the best first."""
+    by_name: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], {})[row["seed"]] = row
+    default = by_name.get(DEFAULT, {})
+    lines = ["| change | seeds | accept length | over the default | seconds |", "|---|---|---|---|---|"]
+    for name, runs in sorted(by_name.items(), key=lambda item: -mean(r["accept_length"] for r in item[1].values())):
+        lengths = [row["accept_length"] for row in runs.values()]
+        shared = [runs[seed]["accept_length"] - default[seed]["accept_length"] for seed in runs if seed in default]
+        over = "" if name == DEFAULT else interval(shared)
+        seconds = mean(row["seconds"] for row in runs.values())
+        lines.append(f"| {name} | {len(runs)} | {interval(lengths)} | {over} | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--captures", type=Path, required=True)
+    parser.add_argument("--target", default=Recipe().target.name)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--set", dest="sets", action="append", default=[])
+    parser.add_argument("--only", nargs="+", default=list(CHANGES), choices=list(CHANGES))
+    parser.add_argument("--finalists", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 6))
+    parser.add_argument("--hours", type=float, default=6.0)
+    parser.add_argument("--table", action="store_true", help="show what is there and run nothing")
+    options = parser.parse_args(argv)
+    shared = (f"target.name={options.target}", *options.sets)
+    base = hash_json([shared, manifest_hash(options.captures)])[:16]
+    path = options.out / "ablations.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys([DEFAULT, *options.only]))
+    rows = rows_of(path, base)
+    while not options.table and (todo := next(left(rows, names, options.finalists, options.seeds), None)) is not None:
+        spent = sum(row["seconds"] for row in rows) / 3600
+        if spent >= options.hours:
+            say(f"ablations: {spent:.1f} h spent of {options.hours:.1f}; --hours more goes on")
+            break
+        name, seed = todo
+        say(f"ablations: {name}, seed {seed}")
+        folder = options.out / "ablations" / f"{base}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+        row = one_run(recipe_of((*shared, *CHANGES[name])), options.captures, folder, name, seed, base)
+        with path.open("a") as file:
+            file.write("\n" * torn(path) + json.dumps(row) + "\n")
+        rows.append(row)
+        shutil.rmtree(folder)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

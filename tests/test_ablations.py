@@ -1,0 +1,55 @@
+"""The ablation script's own logic: what is left to run, what a table says. No run."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from eyas.recipe import recipe_of
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ablations.py"
+
+
+@pytest.fixture(scope="module")
+def ablations() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ablations", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(name: str, seed: int, length: float) -> dict:
+    return {"base": "b", "name": name, "seed": seed, "accept_length": length, "seconds": 10.0}
+
+
+def test_every_change_is_a_recipe(ablations: ModuleType) -> None:
+    for changes in ablations.CHANGES.values():
+        recipe_of(changes)
+
+
+def test_all_are_screened_then_the_best_and_the_default_have_more_seeds(ablations: ModuleType) -> None:
+    names = ["default", "a", "b", "c"]
+    rows = [row("default", 0, 1.5), row("a", 0, 1.4), row("b", 0, 1.7)]
+    assert list(ablations.left(rows, names, 2, 3)) == [("c", 0)]
+    rows.append(row("c", 0, 1.6))
+    assert list(ablations.left(rows, names, 2, 3)) == [
+        ("default", 1), ("b", 1), ("c", 1), ("default", 2), ("b", 2), ("c", 2)
+    ]  # fmt: skip
+    assert list(ablations.left([*rows, row("b", 1, 1.7)], names, 1, 2)) == [("default", 1)]
+
+
+def test_the_table_pairs_seeds_and_shows_intervals(ablations: ModuleType) -> None:
+    rows = [row("default", seed, 1.5 + 0.01 * seed) for seed in range(3)] + [row("a", 1, 1.61), row("a", 2, 1.62)]
+    first, second = ablations.table(rows).splitlines()[2:]
+    assert first == "| a | 2 | 1.6150 ± 0.0635 | 0.1000 ± 0.0000 | 10 |"
+    assert second.startswith("| default | 3 | 1.5100 ± 0.0248 |  |")
+
+
+def test_a_row_cut_by_a_kill_is_none_and_the_next_begins_a_line(ablations: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "ablations.jsonl"
+    path.write_text(json.dumps(row("a", 0, 1.5)) + "\n" + json.dumps(row("b", 0, 1.5))[:-4] + "}")
+    assert ablations.rows_of(path, "b") == [row("a", 0, 1.5)] and ablations.torn(path)
+    assert ablations.rows_of(path, "other") == []
