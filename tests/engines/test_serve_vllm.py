@@ -139,7 +139,7 @@ def test_a_taken_port_is_named(vllm_python: Path, export: Path, folder: Path) ->
 
 
 def test_a_wrong_flag_is_named_before_and_after(vllm_python: Path, export: Path, folder: Path) -> None:
-    one = launch(vllm_python, folder, export, "--max-num-seq", "1")
+    one = launch(vllm_python, folder, export, "--max-num-sequences", "1")
     assert '"--max-num-seqs"' in one.command.notes[0]
     facts = died(launch(vllm_python, folder, export, "--mem-fraction-static", "0.5"))
     assert facts["cause"] == "wrong_flag" and "--gpu-memory-utilization" in str(facts["advice"])
