@@ -120,12 +120,17 @@ def test_a_target_shows_its_layers_and_default_taps(tmp_path: Path):
 
 def test_a_stage_folder_is_told_by_its_manifest(tmp_path: Path):
     (tmp_path / "a.txt").write_text("x")
-    wrong = {"a.txt": "0" * 64, "b.txt": "0" * 64}
+    (tmp_path / "c.safetensors").write_bytes(b"torn")
+    wrong = {"a.txt": "0" * 64, "b.txt": "0" * 64, "c.safetensors": "0" * 64}
     write_manifest(tmp_path, "captures", settings={"k": 1}, inputs={}, files=wrong, facts={"n": 2}, seconds=1.0)
     seen = inspect_path(tmp_path)
-    assert (seen["kind"], seen["settings"], seen["facts"], seen["findings"]) == ("captures", {"k": 1}, {"n": 2}, [])
+    assert (seen["kind"], seen["settings"], seen["facts"]) == ("captures", {"k": 1}, {"n": 2})
+    assert [found["found"][:12] for found in seen["findings"]] == ["no such file", "4 bytes, too"]
     verified = inspect_path(tmp_path, verify=True)
-    assert [found["found"] for found in verified["findings"]] == ["other bytes", "no such file"]
+    assert [found["found"][:12] for found in verified["findings"]] == ["other bytes", "no such file", "4 bytes, too"]
+    (tmp_path / "manifest.json").rename(tmp_path / "progress.json")
+    with pytest.raises(InputError, match="not finished"):
+        inspect_path(tmp_path)
 
 
 def test_prompts_are_counted_and_broken_lines_named(tmp_path: Path):

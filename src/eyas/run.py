@@ -120,7 +120,7 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
         written = raw.get("format") if isinstance(raw, dict) else None
         newer = isinstance(written, int) and written > FORMAT
         manifest = None if newer else Manifest.model_validate(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             wanted="a manifest of format 1",
             got=" ".join(str(error).split())[:300],
@@ -136,12 +136,16 @@ def read_manifest(folder: Path, stage: str | None = None) -> Manifest:
         )
     if stage is not None and manifest.stage != stage:
         raise InputError(
-            wanted=f"a {stage} folder",
-            got=f"a {manifest.stage} folder",
+            wanted=f"{_article(stage)} {stage} folder",
+            got=f"{_article(manifest.stage)} {manifest.stage} folder",
             where=str(path),
             next=f"give the {stage} folder",
         )
     return manifest
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1] in "aeiou" else "a"
 
 
 def manifest_hash(folder: Path) -> str:

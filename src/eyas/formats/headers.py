@@ -63,7 +63,7 @@ def read_file(path: Path) -> dict[str, TensorHeader]:
         text = file.read(length)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _bad(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _bad(path, "a header that is not a JSON object")
@@ -98,7 +98,7 @@ def _read_shards(index: Path) -> dict[str, TensorHeader]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = sorted({str(file) for file in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _bad(index, f"an index without a readable weight_map ({type(error).__name__})") from error
     headers = {name: tensor for file in files for name, tensor in read_file(index.parent / file).items()}
     absent = sorted(weight_map.keys() - headers.keys())

@@ -21,6 +21,7 @@ from eyas.formats.target_config import TEXT_CONFIGS
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
 from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, read_manifest, verify_files
+from eyas.stage import PROGRESS
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.static_checks import find_target
@@ -101,6 +102,10 @@ def _folder(path: Path, verify: bool) -> JSON:
     if (path / WEIGHTS).is_file() or (path / INDEX).is_file():
         return _tensor_list(path, read_headers(path), config=None)
     found = sorted(item.parent.name for item in path.glob(f"*/{CONFIG}"))
+    if (path / PROGRESS).is_file():
+        error = _unreadable(path, f"a stage that is not finished: {PROGRESS}, and no {MANIFEST}")
+        error.next = "run its command again: it resumes"
+        raise error
     got = f"a folder without {CONFIG}" + (f"; its sub-folders {', '.join(found)} have one" if found else "")
     error = _unreadable(path, got)
     error.next = f"eyas inspect {path / found[-1]}" if found else error.next
@@ -141,20 +146,30 @@ def _stage(path: Path, verify: bool) -> JSON:
         result |= _model_folder(path) | {"stage": manifest.stage}
     elif manifest.stage == "draft" and ((step := path / manifest.facts.get("draft", "")) / CONFIG).is_file():
         result |= _model_folder(step) | {"stage": "draft", "path": str(path), "step": step.name}
+    broken = verify_files(path) if verify else ()
+    torn = {name: why for name in manifest.files if (why := _torn(path / name))}
     if verify:
-        result["verified"] = not (broken := verify_files(path))
-        result["findings"] = result["findings"] + _dump([_corrupt(path, name) for name in broken], "")
+        result["verified"] = not broken
+    corrupt = {**dict.fromkeys(broken, "other bytes"), **torn}
+    result["findings"] = result["findings"] + _dump([_corrupt(path / name, why) for name, why in corrupt.items()], "")
     return result
 
 
-def _corrupt(path: Path, name: str) -> Problem:
-    return Problem(
-        "data_corrupt",
-        where=str(path / name),
-        expected="the bytes that the manifest's checksum is of",
-        found="other bytes" if (path / name).is_file() else "no such file",
-        fix="make the stage again",
-    )
+def _torn(path: Path) -> str | None:
+    """What shows without reading the data that a file is not the one written; None where nothing does."""
+    if not path.is_file():
+        return "no such file"
+    try:
+        if path.suffix == ".safetensors":
+            read_headers(path)
+    except InputError as error:
+        return error.got
+    return None
+
+
+def _corrupt(path: Path, found: str) -> Problem:
+    expected, fix = "the bytes that the manifest's checksum is of", "make the stage again"
+    return Problem("data_corrupt", where=str(path), expected=expected, found=found, fix=fix)
 
 
 def _model_folder(path: Path) -> JSON:
