@@ -1,6 +1,8 @@
 """Captures that are damaged, masked wrongly or made with something else are findings, each by its own code."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.models.target import Target
-from eyas.wiring.check import check
+from eyas.wiring.check import attempt, check
+from eyas.wiring.given import Given
+from eyas.wiring.static_checks import Check
 from made_captures import made
 from wiring_lab import rewrite_shard
 
@@ -115,3 +119,21 @@ def test_the_heat_map_is_drawn_where_it_was_asked_for(captures: tuple[Path, Targ
 def test_a_device_that_is_not_there_is_bad_input(captures: tuple[Path, Target]) -> None:
     with pytest.raises(InputError, match="--device cpu"):
         check(str(captures[1].folder), captures[0], device="cuda:9")
+
+
+def test_a_refused_input_that_has_a_code_is_a_finding() -> None:
+    def refuse(_: Given) -> Check:
+        raise InputError(wanted="w", got="g", where="x", next="n", code="shape_mismatch")
+
+    refusal = attempt("one", refuse, Given(None, None, None, None, None)).refusal
+    assert refusal is not None and (refusal.code, refusal.found, refusal.fix) == ("shape_mismatch", "g", "n")
+
+
+def test_nothing_to_check_is_said_before_torch_is_loaded() -> None:
+    for args in ([], ["--captures", "nowhere"], ["--trace", "nowhere"]):
+        code = (
+            "import sys; from eyas.cli import main\n"
+            f"try: main(['check', *{args}])\n"
+            "except SystemExit as e: sys.exit(e.code + 10 * ('torch' in sys.modules))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2

@@ -272,6 +272,13 @@ def test_ids_that_are_no_list_of_integers_are_an_error_where_they_are_read(ids):
     assert WRONG in codes(loader_report(DRAFT | nested, "vllm@0.33/v1", LLAMA))
 
 
+def test_an_empty_list_is_not_the_default():
+    raw = DRAFT | {IDS_KEY: [], "eagle_config": {IDS_KEY: []}}
+    sglang, vllm = (loader_report(raw, engine, LLAMA) for engine in ("sglang", "vllm"))
+    assert (sglang.boundaries, "tap_missing" in codes(sglang)) == ((), True)
+    assert (vllm.boundaries, vllm.declared.boundaries) == ((2, 4, 5), None)
+
+
 @pytest.mark.parametrize("value", [0, -64, "64", 64.0, True, [64]])
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers"])
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -89,9 +90,18 @@ def test_a_right_trace_passes_every_check(made: Path, target: Target, draft: Dra
     sample = captured(target, "s", "train", text, len(PROMPT))
     captures = CaptureReader(write_captures(tmp_path / "c", target, [sample]))
     checks = trace_checks([made], target, captures, draft)
-    assert [check.status for check in checks] == ["pass"] * 5, [check.evidence for check in checks]
+    assert [check.status for check in checks] == ["pass"] * 6, [check.evidence for check in checks]
     assert codes(checks) == []
     assert "fc differs by 0.00%" in of(checks, "trace draft").evidence
+
+
+def test_a_finished_trace_that_lost_lines_since_is_damaged(made: Path, target: Target, tmp_path: Path) -> None:
+    folder = Path(copytree(made, tmp_path / "cut"))
+    lines = (folder / TRACE).read_text().splitlines(keepends=True)
+    (folder / TRACE).write_text("".join(lines[: len(lines) // 2]))
+    assert codes(trace_checks([folder], target, None, None)) == ["data_corrupt"]
+    (folder / "manifest.json").unlink()  # as an engine leaves one: nothing tells that it ended
+    assert codes(trace_checks([folder], target, None, None)) == []
 
 
 def test_the_text_is_put_together_from_its_rounds(made: Path, target: Target) -> None:

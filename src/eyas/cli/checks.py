@@ -12,7 +12,7 @@ from eyas.pipeline.doctor import doctor
 from eyas.pipeline.inspect import inspect_path
 from eyas.pipeline.plan import Plan
 from eyas.recipe import TraceSettings
-from eyas.wiring.static_checks import check_launch, check_static, reference_plan
+from eyas.wiring.static_checks import check_launch, check_static, reference_plan, require_paths
 
 
 @app.command
@@ -52,6 +52,7 @@ def check(
             return check_url(url, served, target, evaluate, send, prompts)
         if engine and engine_args is not None:
             return check_launch(engine, engine_args, served, target, gpu_gb)
+        require_paths(captures, draft, export, *(trace or ()))
         if engine and served is not None and not (captures or trace) and (draft is None or export is None):
             return check_static(served, engine, target)
         from eyas.wiring.check import check

@@ -99,7 +99,8 @@ class DraftConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "DraftConfig":
-        taps.check_boundaries(self.boundaries, self.target_num_hidden_layers, where="draft config: boundaries")
+        wrong, where = "config_key_wrong", "draft config: boundaries"
+        taps.check_boundaries(self.boundaries, self.target_num_hidden_layers, where, wrong)
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(
                 wanted=f"draft_vocab_size at most the target's vocabulary ({self.vocab_size})",

@@ -105,6 +105,7 @@ def _read_eyas(raw: Config) -> DraftFile:
             got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
             where="config.json: eyas",
             next="export the draft again",
+            code="config_key_wrong",
         ) from error
     return DraftFile(
         format="eyas",
@@ -155,6 +156,8 @@ def _boundaries(keys: TapKeys, layers: int | None, target_type: str | None) -> t
         return None, f"the same {IDS_KEY} at the top and in eagle_config, whose readers count differently", True
     if keys.top:
         return tuple(sorted(set(keys.top))), f"top-level {IDS_KEY}: boundaries for all its readers", False
+    if () in (keys.top, keys.nested) and not keys.nested:
+        return None, "an empty list of ids, which SGLang reads as no state and vLLM as its default", False
     if not keys.nested:
         default = default_boundaries(layers, where="config.json") if layers is not None and layers >= 7 else None
         return default, "no ids: every engine takes its default [2, n//2, n-3]", False

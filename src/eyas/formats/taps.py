@@ -40,7 +40,7 @@ def default_boundaries(num_hidden_layers: int, where: str = "recipe: capture.bou
     return (2, n // 2, n - 3)
 
 
-def check_boundaries(boundaries: Sequence[int], num_hidden_layers: int, where: str) -> None:
+def check_boundaries(boundaries: Sequence[int], num_hidden_layers: int, where: str, code: str | None = None) -> None:
     """Raise InputError unless `boundaries` are sorted, unique, and within 0..n."""
     ordered = sorted(set(boundaries))
     if not boundaries or list(boundaries) != ordered:
@@ -49,6 +49,7 @@ def check_boundaries(boundaries: Sequence[int], num_hidden_layers: int, where: s
             got=str(list(boundaries)),
             where=where,
             next=f"write {ordered or '[2, n//2, n-3]'}",
+            code=code,
         )
     if ordered[0] < 0 or ordered[-1] > num_hidden_layers:
         raise InputError(
@@ -56,6 +57,7 @@ def check_boundaries(boundaries: Sequence[int], num_hidden_layers: int, where: s
             got=str(list(boundaries)),
             where=where,
             next="eyas inspect TARGET shows its layers",
+            code=code,
         )
 
 
@@ -207,8 +209,8 @@ def _collect(ids: tuple[int, ...], shift: int, allowed: Callable[[int], bool], n
             Problem(
                 "tap_missing",
                 where=key,
-                expected=f"{len(ids)} states from {list(ids)}",
-                found=f"{len(got)}: boundaries {list(got)} of a {n}-layer target",
+                expected=f"{len(ids)} states from {list(ids)}" if ids else "layer ids",
+                found=f"{len(got) if ids else 'an empty list'}: boundaries {list(got)} of a {n}-layer target",
                 fix="name distinct layers that this engine can capture",
             )
         )

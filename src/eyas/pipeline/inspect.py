@@ -20,7 +20,7 @@ from eyas.formats.taps import captures, default_boundaries
 from eyas.formats.target_config import TEXT_CONFIGS
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
 from eyas.formats.trace import is_trace, read_trace
-from eyas.run import JSON, MANIFEST, read_manifest, verify_files
+from eyas.run import JSON, MANIFEST, hash_file, read_manifest, verify_files
 from eyas.stage import PROGRESS
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
@@ -147,7 +147,7 @@ def _stage(path: Path, verify: bool) -> JSON:
     elif manifest.stage == "draft" and ((step := path / manifest.facts.get("draft", "")) / CONFIG).is_file():
         result |= _model_folder(step) | {"stage": "draft", "path": str(path), "step": step.name}
     broken = verify_files(path) if verify else ()
-    torn = {name: why for name in manifest.files if (why := _torn(path / name))}
+    torn = {name: why for name, checksum in manifest.files.items() if (why := _torn(path / name, checksum))}
     if verify:
         result["verified"] = not broken
     corrupt = {**dict.fromkeys(broken, "other bytes"), **torn}
@@ -155,8 +155,12 @@ def _stage(path: Path, verify: bool) -> JSON:
     return result
 
 
-def _torn(path: Path) -> str | None:
-    """What shows without reading the data that a file is not the one written; None where nothing does."""
+SMALL = 2**20
+"""Bytes up to which a file is hashed unasked."""
+
+
+def _torn(path: Path, checksum: str) -> str | None:
+    """What shows without reading large files that one is not what was written; None where nothing does."""
     if not path.is_file():
         return "no such file"
     try:
@@ -164,7 +168,8 @@ def _torn(path: Path) -> str | None:
             read_headers(path)
     except InputError as error:
         return error.got
-    return None
+    small = path.stat().st_size <= SMALL
+    return "other bytes" if small and hash_file(path) != checksum else None
 
 
 def _corrupt(path: Path, found: str) -> Problem:

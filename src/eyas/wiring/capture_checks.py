@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from eyas.data.shards import CaptureReader, DamagedCaptures, Sample
+from eyas.data.shards import CaptureReader, Sample
 from eyas.run import hash_file
 from eyas.wiring.findings import Finding
 from eyas.wiring.given import NO_PROBE, Given
@@ -35,20 +35,6 @@ MOSTLY = 0.9
 MASK_SHIFTS = (0, 1, -1, 2, -2, 3, -3)
 NEARBY = 2.0
 """Nats a token up to which states are the target's own under coarser weights, rather than another target's."""
-
-
-def damage_finding(error: DamagedCaptures) -> Finding:
-    """Captures that do not open."""
-    assert error.code is not None, "damage has a code"
-    return Finding(
-        code=error.code,
-        severity="error",
-        where=error.where,
-        expected=error.wanted,
-        found=error.got,
-        fix=error.next,
-        message="Nothing can be read of captures that are not whole.",
-    )
 
 
 def check_data(given: Given) -> Check:

@@ -11,16 +11,16 @@ from eyas.formats.target_config import read_json
 from eyas.models.checkpoint import chosen_step
 from eyas.models.target import Target
 from eyas.run import read_manifest
-from eyas.wiring.capture_checks import check_data, check_taps, check_teacher, damage_finding
+from eyas.wiring.capture_checks import check_data, check_taps, check_teacher
 from eyas.wiring.draft_checks import check_export, check_parity, check_served, check_vocabulary, check_wirings
-from eyas.wiring.findings import Finding
+from eyas.wiring.findings import Finding, refused
 from eyas.wiring.given import Given
 from eyas.wiring.heatmap import check_ending, write_heatmap
 from eyas.wiring.hypotheses.run import NAME as HYPOTHESES
 from eyas.wiring.loaders import TargetFacts, read_target
 from eyas.wiring.origin import check_origin
 from eyas.wiring.reference import checked_device, open_reference
-from eyas.wiring.static_checks import Check, check_loader
+from eyas.wiring.static_checks import Check, check_loader, require_paths
 from eyas.wiring.trace_draft import trace_checks
 
 ESSENTIAL = ("tap identity", "teacher", "TTT parity", "vocabulary")
@@ -55,13 +55,7 @@ def check(
     dumped by other programs (docs/trace.md). `heatmap`: where to draw each block's score at every boundary (SVG).
     `device`: where a target larger than memory is streamed through (`cpu`, `cuda`, `cuda:1`).
     """
-    if not any((captures, draft, export, traces)):
-        raise InputError(
-            wanted="something to check",
-            got="neither captures, draft, export nor trace",
-            where="eyas check",
-            next="eyas check --captures RUN/captures --draft RUN/export",
-        )
+    require_paths(captures, draft, export, *traces)
     if heatmap is not None:
         check_ending(heatmap)
     for flag, path in (("--draft", draft), ("--export", export)):
@@ -84,6 +78,8 @@ def check(
     if heatmap is not None:
         write_heatmap(heatmap, checks)
     findings = each_once(finding for one in checks for finding in one.findings)
+    named = {one.code for one in findings}
+    findings += each_once(one.refusal for one in checks if one.refusal and one.refusal.code not in named)
     return {
         "verdict": verdict(checks, findings),
         "checks": [one.as_dict for one in checks],
@@ -112,7 +108,8 @@ def open_captures(folder: Path | None) -> tuple[CaptureReader | None, list[Check
     try:
         return CaptureReader(folder), []
     except DamagedCaptures as error:
-        return None, [Check("captures", "fail", str(error), [damage_finding(error)])]
+        words = "Nothing can be read of captures that are not whole."
+        return None, [Check("captures", "fail", str(error), [refused(error, words)])]
 
 
 def require_draft(flag: str, path: Path, *, weights: bool) -> None:
@@ -143,7 +140,7 @@ def attempt(name: str, one: Callable[[Given], Check], given: Given) -> Check:
     except Unsupported as error:
         return Check(name, "skipped", f"the target cannot be read: {error.got} ({error.where})")
     except InputError as error:
-        return Check(name, "fail", str(error))
+        return Check(name, "fail", str(error), refusal=refused(error) if error.code else None)
 
 
 def verdict(checks: list[Check], findings: list[Finding]) -> str:

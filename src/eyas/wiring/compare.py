@@ -15,10 +15,13 @@ from torch import Tensor
 
 from eyas.data.foreign import Dump, dumps_of_trace, read_dumps
 from eyas.data.shards import CaptureReader, Sample
-from eyas.errors import Unsupported
-from eyas.formats.trace import Record, Trace, is_trace, read_trace
+from eyas.errors import InputError, Unsupported
+from eyas.formats.problem import Problem
+from eyas.formats.trace import TRACE, Record, Trace, is_trace, read_trace
 from eyas.models.target import Target
-from eyas.wiring.findings import Finding
+from eyas.run import is_complete, read_manifest
+from eyas.stage import check_file
+from eyas.wiring.findings import Finding, finding
 from eyas.wiring.identify import NORMED, Match, Reference, block_facts, identify_in, name_of
 from eyas.wiring.reference import final_normed, num_hidden_layers, reference_boundaries
 from eyas.wiring.static_checks import Check
@@ -63,6 +66,19 @@ class Traced:
         if not self.dumps:
             return "statistics only: trace again with tensors (--tensors, in an engine EYAS_TRACE_TENSORS=1)"
         return f"no text of {FEWEST} tokens or more: send a longer prompt"
+
+
+def check_lines_of(traced: Traced) -> list[Check]:
+    """The lines of a trace that ended well are those it ended with; of one that an engine left, nothing tells."""
+    if traced.trace is None or not is_complete(traced.path):
+        return []
+    name = f"trace lines ({traced.path.name})"
+    try:
+        check_file(traced.path, TRACE, read_manifest(traced.path, "trace"))
+    except InputError as error:
+        cut = Problem("data_corrupt", where=error.where, expected=error.wanted, found=error.got, fix=error.next)
+        return [Check(name, "fail", f"{TRACE}: {error.got}", [finding(cut)])]
+    return [Check(name, "pass", "their checksum is the manifest's")]
 
 
 def check_taps_of(

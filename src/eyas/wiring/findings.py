@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from eyas.errors import did_you_mean
+from eyas.errors import EyasError, did_you_mean
 from eyas.formats.problem import Problem
 
 Severity = Literal["error", "warning", "info"]
@@ -89,7 +89,9 @@ CODES: dict[str, Code] = {
     "ttt_mismatch": Code("warning", "The served chain is longer than the steps the draft was trained for."),
     "parity_mismatch": Code("error", "Two ways to compute the same rows differ."),
     # machine
-    "flag_conflict": Code("error", "Engine flags exclude each other, or one overrides another."),
+    "flag_conflict": Code(
+        "error", "Engine flags exclude each other, one overrides another, or the engine does not have it."
+    ),
     "memory_short": Code("error", "The memory will not do."),
     "port_busy": Code("error", "The port is taken."),
     "gpu_busy": Code("error", "A GPU is held by another process."),
@@ -135,6 +137,20 @@ def finding(problem: Problem, where: str = "") -> Finding:
 def findings(problems: Iterable[Problem], where: str = "") -> list[Finding]:
     """`finding` of each, repeated ones once."""
     return [finding(problem, where) for problem in dict.fromkeys(problems)]
+
+
+def refused(error: EyasError, message: str | None = None) -> Finding:
+    """An error that has a code, as the finding it is."""
+    assert error.code is not None, "only errors with a code are findings"
+    return Finding(
+        code=error.code,
+        severity="error",
+        where=error.where,
+        expected=error.wanted,
+        found=error.got.removesuffix(f" ({error.code})"),
+        fix=error.next,
+        message=message or CODES[error.code].meaning,
+    )
 
 
 def findings_page() -> str:

@@ -41,7 +41,11 @@ def write_heatmap(path: Path, checks: Sequence[Check]) -> None:
     if not maps:
         say("heat map: nothing to draw, no block was compared with a target")
         return
-    write_atomic(path, maps[0] if len(maps) == 1 else stacked(maps))
+    try:
+        write_atomic(path, maps[0] if len(maps) == 1 else stacked(maps))
+    except InputError as error:
+        error.next = "--heatmap FILE.svg in a folder where you may write"
+        raise
     say(f"heat map: {path}")
 
 

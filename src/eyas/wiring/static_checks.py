@@ -36,6 +36,8 @@ class Check:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """Figures that outside programs may want, by name."""
+    refusal: Finding | None = None
+    """Why the check's input was refused, where that has a code; a finding of the same code says it better."""
     blocks: list[tuple[int | None, Any]] = field(default_factory=list)
     """What each block was declared to be, and the match it is (identify.Match): the rows of a heat map."""
 
@@ -43,6 +45,19 @@ class Check:
     def as_dict(self) -> dict[str, Any]:
         facts = {"facts": self.facts} if self.facts else {}
         return {"name": self.name, "status": self.status, "evidence": self.evidence, **facts}
+
+
+def require_paths(*paths: Path | None) -> None:
+    """Raise InputError unless something is given to check, and all of it is there: said before torch is loaded."""
+    given = [path for path in paths if path is not None]
+    absent = [path for path in given if not path.exists()]
+    if not given or absent:
+        raise InputError(
+            wanted="something to check",
+            got="no such folder or file" if absent else "neither captures, draft, export nor trace",
+            where=str(absent[0].absolute()) if absent else "eyas check",
+            next="eyas check --captures RUN/captures --draft RUN/export",
+        )
 
 
 def check_static(draft: Path, engines: Sequence[str], target: str | None = None) -> dict[str, Any]:

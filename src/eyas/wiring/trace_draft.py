@@ -22,7 +22,7 @@ from eyas.formats.trace import Record, Trace
 from eyas.models.checkpoint import chosen_step, has_info, read_info
 from eyas.models.draft import Draft
 from eyas.models.target import Target
-from eyas.wiring.compare import OTHER, SAME, Traced, check_trace, distance, finding_of
+from eyas.wiring.compare import OTHER, SAME, Traced, check_lines_of, check_trace, distance, finding_of
 from eyas.wiring.findings import Finding
 from eyas.wiring.static_checks import Check
 
@@ -287,6 +287,7 @@ def trace_checks(
     exact = None if draft is None else draft.float()
     checks: list[Check] = []
     for traced in read:
+        checks += check_lines_of(traced)
         checks += check_trace(traced, reference, captures, wanted, device)
         checks += [check_draft_of(traced, exact), check_tokens_of(traced, exact)]
     return checks + [check_pair(one, other) for one, other in pairwise(read)]

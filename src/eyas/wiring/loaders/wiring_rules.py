@@ -58,12 +58,15 @@ def width_problems(case: Case) -> Iterator[Problem]:
             fix="train with more taps, or serve with vLLM",
         )
     elif type(count) is int and len(got) != count:
+        where = case.view.reads["num_aux_hidden_states"].where
+        by_list = where.startswith("length of") and any(one.code == "tap_missing" for one in case.capture.problems)
+        wanted = f"num_aux_hidden_states = {len(case.declared.boundaries or got)}"
         yield Problem(
             "shape_mismatch",
             where="num_aux_hidden_states",
             expected=f"fc for the {len(got)} states captured",
-            found=f"{count} ({case.view.reads['num_aux_hidden_states'].where})",
-            fix=f"num_aux_hidden_states = {len(case.declared.boundaries or got)}",
+            found=f"{count} ({where})",
+            fix="mend the layer ids: fc is built for as many as they are" if by_list else wanted,
         )
 
 
