@@ -99,7 +99,7 @@ def train(
 
         return staged(out, train(data, out, settings, draft, target.settings, capture))
 
-    finish(common, Plan("train", [data, target.target], [out], settings), work)
+    finish(common, Plan("train", [data, settings.start_from, target.target], [out], settings), work)
 
 
 @app.command
