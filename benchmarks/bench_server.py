@@ -156,7 +156,6 @@ async def soak(options: argparse.Namespace, server: Server, prompts: list[list[i
     counts = {"answers": 0, "differing": 0, "cancelled": 0, "slow": 0}
     async with client(server.url) as http:
         expected = [(await answer(http, ids, 48))["ids"] for ids in prompts]
-        before = facts(process, server.url)
         deadline = time.monotonic() + options.soak
 
         async def work(number: int) -> None:
@@ -178,7 +177,12 @@ async def soak(options: argparse.Namespace, server: Server, prompts: list[list[i
                     counts["answers"] += 1
                     counts["differing"] += told["ids"] != expected[index]
 
-        await asyncio.gather(*(work(number) for number in range(options.active)))
+        async def early() -> Json:
+            """When everything has been seen once, so that what is kept for good is there."""
+            await asyncio.sleep(0.4 * options.soak)
+            return facts(process, server.url)
+
+        before, *_ = await asyncio.gather(early(), *(work(number) for number in range(options.active)))
         await asyncio.sleep(1)
         after = facts(process, server.url)
     for _, writer in idle:

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
@@ -16,7 +18,7 @@ from eyas.engine.generate import Engine
 from eyas.engine.server.app import make_app
 from eyas.engine.server.arguments import parse
 from eyas.engine.server.service import Limits, Service
-from eyas.engine.server.start import free_rows, load, warm_up
+from eyas.engine.server.start import start
 from eyas.engine.server.worker import Worker
 from eyas.errors import EyasError
 from eyas.launch.own_lines import failed_line, phase_line, ready_line, stopped_line
@@ -52,18 +54,12 @@ def run(arguments: Namespace) -> int:
     except OSError as error:
         say(failed_line("port_busy", f"{arguments.host}:{arguments.port}: {error.strerror}"))
         return 1
-    with listener:
-        engine = load(arguments)
-        say(phase_line("kv_cache"))
-        rows = arguments.cache_rows or free_rows(engine, arguments.max_running)
-        scheduler = Scheduler(engine, cache_rows=rows, most=arguments.max_running)
-        say(f"engine: {rows} cache rows, {arguments.max_running} texts at a time")
-        if not engine.forward.side_by_side:
-            say("engine: on this path texts take their rounds one after the other (docs/server.md)")
-        say(phase_line("warmup"))
-        warm_up(scheduler)
-        why = asyncio.run(serve(arguments, engine, scheduler, listener))
-        engine.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop_loading)
+    with listener, ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
+        scheduler = thread.submit(start, arguments).result()
+        why = asyncio.run(serve(arguments, scheduler, thread, listener))
+        thread.submit(scheduler.engine.close).result()
     if why is None:
         return 0
     say(failed_line("unexplained", why))
@@ -83,7 +79,15 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(arguments: Namespace, engine: Engine, scheduler: Scheduler, listener: socket.socket) -> str | None:
+def _stop_loading(number: int, frame: object) -> None:
+    """Before there is anything to finish."""
+    say(stopped_line(signal.Signals(number).name))
+    os._exit(0)
+
+
+async def serve(
+    arguments: Namespace, scheduler: Scheduler, thread: ThreadPoolExecutor, listener: socket.socket
+) -> str | None:
     """Serve until a signal, or until the engine fails: then why."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[str] = loop.create_future()
@@ -91,8 +95,8 @@ async def serve(arguments: Namespace, engine: Engine, scheduler: Scheduler, list
     def failed(error: str) -> None:
         loop.call_soon_threadsafe(_end, ended, f"failed: {error}")
 
-    worker = Worker(scheduler, failed)
-    service = make_service(arguments, engine, worker)
+    worker = Worker(scheduler, thread, failed)
+    service = make_service(arguments, scheduler.engine, worker)
     worker.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, ended, signal.Signals(number).name)

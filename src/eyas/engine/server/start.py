@@ -25,6 +25,20 @@ MEMORY_SHARE = 0.5
 WARM_UP_TOKENS = 8
 
 
+def start(arguments: Namespace) -> Scheduler:
+    """All that comes before requests. Raises InputError as `load`."""
+    engine = load(arguments)
+    say(phase_line("kv_cache"))
+    rows = arguments.cache_rows or free_rows(engine, arguments.max_running)
+    scheduler = Scheduler(engine, cache_rows=rows, most=arguments.max_running)
+    say(f"engine: {rows} cache rows, {arguments.max_running} texts at a time")
+    if not engine.forward.side_by_side:
+        say("engine: on this path texts take their rounds one after the other (docs/server.md)")
+    say(phase_line("warmup"))
+    warm_up(scheduler)
+    return scheduler
+
+
 def load(arguments: Namespace) -> Engine:
     """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
     say(phase_line("weights"))

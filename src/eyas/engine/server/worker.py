@@ -1,11 +1,13 @@
 """The thread that owns the engine: jobs and cancellations go in by a queue, what became of them comes out by a reader.
 
-The event loop never computes and this thread never waits for a client.
+The event loop never computes and this thread never waits for a client. Whatever uses torch runs here, loading included:
+OpenMP keeps a team of threads for every thread that computes, and with two teams on all cores its barriers go from
+spinning to sleeping, which was seen to cost 30 % (docs/lab.md).
 """
 
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -26,18 +28,21 @@ class Command:
 class Worker:
     """Runs a scheduler until it is stopped, or until it fails: then `failure` says why and everyone is told."""
 
-    def __init__(self, scheduler: Scheduler, on_failure: Callable[[str], None] = lambda error: None) -> None:
-        self.scheduler, self.on_failure = scheduler, on_failure
+    def __init__(
+        self, scheduler: Scheduler, thread: Executor, on_failure: Callable[[str], None] = lambda error: None
+    ) -> None:
+        """`thread` has one thread, in which the scheduler was made."""
+        self.scheduler, self.thread, self.on_failure = scheduler, thread, on_failure
         self.failure: str | None = None
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._running: Future[None] | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._running = self.thread.submit(self._run)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self.failure is None
+        return self._running is not None and not self._running.done() and self.failure is None
 
     def submit(self, job: Job) -> None:
         self._commands.put(Command(job))
@@ -49,9 +54,10 @@ class Worker:
         self._commands.put(Command(None, cancel=True))
 
     def stop(self) -> None:
-        """Cancel what is left and end the thread; returns when it has ended."""
+        """Cancel what is left; returns when the thread is free."""
         self._commands.put(Command(None))
-        self._thread.join()
+        if self._running is not None:
+            self._running.result()
 
     def _run(self) -> None:
         try:
