@@ -1,0 +1,148 @@
+"""Sections of the draft: its shape, its training, its evaluation, its export."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from eyas.formats.engines import parse_engine
+from eyas.recipe.data import Precision, parts_of
+from eyas.settings import Section
+
+
+class DraftSettings(Section):
+    """The draft's shape; what is none comes from the target."""
+
+    vocab_size: int = Field(default=8192, ge=1)
+    """Draft vocabulary: the answers' most frequent tokens. The target's size means no reduction."""
+    fc_norm: bool = True
+    """EAGLE-3.1: one norm a tap before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed norm(h) to the next step."""
+    norm_before_fc: bool = False
+    """One norm over all taps before `fc`."""
+    norm_before_residual: bool = False
+    """Residual from the normed state; SGLang cannot serve it."""
+    block: Literal["llama", "qwen3", "mla"] = "llama"
+    """The decoder block; `qwen3` norms queries and keys and is refused for SGLang; `mla` is multi-head latent
+    attention, for targets that have it."""
+    num_hidden_layers: int = Field(default=1, ge=1)
+    """Draft layers."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a draft row looks back on; none means all. SGLang cannot serve it (its window is a server flag)."""
+    q_lora_rank: int | None = Field(default=None, ge=1)
+    """Block mla: width of the queries' latent; none means the target's, else DeepSeek-V3's 1536 or a small target's
+    width."""
+    kv_lora_rank: int | None = Field(default=None, ge=1)
+    """Block mla: width of the latent of keys and values; none means the target's, else 512 or half a small target's
+    width."""
+    qk_nope_head_dim: int | None = Field(default=None, ge=1)
+    """Block mla: a head's part that is not rotated; none means the target's, else its head width, at most 128."""
+    qk_rope_head_dim: int | None = Field(default=None, ge=2)
+    """Block mla: the rotated part; none means the target's, else its head width, at most 64."""
+    v_head_dim: int | None = Field(default=None, ge=1)
+    """Block mla: width of a value; none means the target's, else its head width, at most 128."""
+    intermediate_size: int | None = None
+    """MLP width; none means the target's."""
+    rope_theta: float | None = None
+    """Rotary base; none means the target's."""
+
+
+class TrainSettings(Section):
+    """How the draft is trained."""
+
+    online: bool = False
+    """Run the target beside the trainer: no states on disk, but its forward anew in every epoch."""
+    epochs: float = Field(default=3.0, gt=0)
+    """Passes over the captured samples."""
+    ttt_length: int = Field(default=3, ge=1)
+    """Unrolled steps of training-time test; serve no longer chain than this."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak, after warm-up."""
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the steps spent warming up; cosine decay to `final_learning_rate` after it."""
+    final_learning_rate: float = Field(default=0.05, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    optimiser: Literal["adamw", "muon"] = "adamw"
+    """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """On matrices only."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm limit."""
+    batch_tokens: int = Field(default=256, ge=1)
+    """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
+    accumulate: int = Field(default=1, ge=1)
+    """Packed forwards in one optimiser step."""
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """TTT step s weighs step_decay ** s."""
+    step_weights: tuple[float, ...] | None = None
+    """A weight for each TTT step in place of step_decay, as 1,0.5,0.25."""
+    loss: Literal["soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda"] = "soft_cross_entropy"
+    """What a row is scored by. Of p (teacher) and q (draft): cross-entropy, KL(q, p), 1 - alpha, -log alpha, or
+    KL(p, q) that gives way to 1 - alpha, with alpha = sum min(p, q), the chance of acceptance under sampling."""
+    lk_decay: float = Field(default=1.0, ge=0)
+    """Of lk_lambda: the divergence weighs exp(-lk_decay alpha)."""
+    denominator: Literal["supervised", "all"] = "supervised"
+    """What the summed loss is divided by: supervised rows, or all rows (EAGLE, SpecForge)."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are supervised."""
+    start_from: str | None = None
+    """A draft folder to go on from, of Eyas, EAGLE, SpecForge, speculators or ModelOpt: its shape and vocabulary map
+    are kept, and the captures must be of its target and taps. None trains a new draft."""
+    initialise: Literal["target", "random"] = "target"
+    """Start from the target's head slice and final norm, with an attention that reads the own token; or from noise."""
+    seed: int = 0
+    """Seed of initialisation and order."""
+    save_every: int = Field(default=50, ge=1)
+    """Optimiser steps between checkpoints; Ctrl-C saves at once."""
+    evaluate_every: int = Field(default=100, ge=0)
+    """Optimiser steps between measurements of the held-out accept length, and at the end; the best step is the draft
+    handed on. 0 measures nothing: the last step is."""
+    evaluate_samples: int = Field(default=16, ge=1)
+    """Held-out samples measured each time, spread evenly over the split."""
+    patience: int = Field(default=4, ge=0)
+    """Stop when so many measurements in a row are below the best while the loss still falls; 0 never stops."""
+    precision: Precision = "auto"
+    """Of the matrix products (weights and optimiser are float32); `auto` measures which is faster on this machine."""
+
+    @field_validator("step_weights", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return value if value is None else parts_of(value)
+
+    @model_validator(mode="after")
+    def _one_a_step(self) -> "TrainSettings":
+        given = self.step_weights
+        if given is not None and (len(given) != self.ttt_length or min(given) < 0 or given[0] <= 0):
+            raise ValueError(
+                f"step_weights {given}: wanted {self.ttt_length} (ttt_length), the first above 0, none below"
+            )
+        return self
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        """What each of `steps` TTT steps weighs."""
+        return self.step_weights or tuple(self.step_decay**step for step in range(steps))
+
+
+class EvaluateSettings(Section):
+    """Acceptance without an engine."""
+
+    steps: int = Field(default=5, ge=1)
+    """Chain length that is evaluated."""
+
+
+class ExportSettings(Section):
+    """The folder for the engines."""
+
+    engines: tuple[str, ...] = Field(default=("sglang", "vllm"), min_length=1)
+    """Whom the folder must serve (`sglang`, `vllm`, or a release as in `vllm@0.24`); what one cannot represent is
+    refused."""
+
+    @field_validator("engines")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if parse_engine(name).name not in ("sglang", "vllm"):
+                raise ValueError(f"{name} has no export of its own: sglang or vllm")
+        return names
