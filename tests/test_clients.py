@@ -73,6 +73,12 @@ def test_sglang_counters_include_the_prefill_tokens_and_say_so() -> None:
     assert "prefill" in found.source
 
 
+def test_a_sample_that_is_no_number_is_passed_over() -> None:
+    odd = "vllm:spec_decode_num_drafts_total NaN\nvllm:spec_decode_num_accepted_tokens_total +Inf\nx 1e999\ny 2\n"
+    assert parse_metrics(odd).samples == {"y": [({}, 2.0)]}
+    assert counters_of(parse_metrics(odd), 0.0) is None
+
+
 def test_a_server_without_speculation_has_no_counters() -> None:
     assert counters_of(parse_metrics("vllm:generation_tokens_total 12\n"), 0.0) is None
     assert counters_of(parse_metrics("sglang:spec_accept_length 0.0\nsglang:generation_tokens_total 5\n"), 0.0) is None

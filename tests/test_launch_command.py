@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import InputError
+from eyas.launch.arguments import parse_launch, split_words
 from eyas.launch.command import Command, build_command
 from eyas.launch.known_flags import known_flags
 from eyas.launch.passed import split_flags, unknown_flags
@@ -81,6 +82,12 @@ def test_without_a_draft_nothing_of_speculation_is_said() -> None:
         ("vllm", '--speculative-config {"method":"ngram"}', "an EAGLE-3 draft is never started with another algorithm"),
         ("vllm", '-sc {"num_speculative_tokens":7}', "num_speculative_tokens"),
         ("vllm", "-tp 2", "--tensor-parallel-size 1"),
+        ("vllm", "--speculative-config.method ngram", "an EAGLE-3 draft is never started with another algorithm"),
+        ("vllm", "--spec-method ngram", "an EAGLE-3 draft is never started with another algorithm"),
+        ("vllm", "--spec-tokens 7", "num_speculative_tokens"),
+        ("vllm", "--tensor-par 2", "--tensor-parallel-size 1"),
+        ("sglang", "--speculative-alg NGRAM", "an EAGLE-3 draft is never started with another algorithm"),
+        ("sglang", "--speculative_num_steps 7", "--speculative-num-steps 3"),
         ("embedded", "--num-steps 9", "--num-steps 3"),
     ],
 )
@@ -110,6 +117,8 @@ def test_further_keys_of_vllms_speculative_json_are_kept() -> None:
         "num_speculative_tokens": 3,
         "draft_tensor_parallel_size": 1,
     }
+    dotted = ("--speculative-config.draft_tensor_parallel_size", "1", "--spec-method", "eagle3")
+    assert build(engine="vllm", engine_args=dotted).argv == argv
 
 
 def test_speculation_that_needs_no_draft_of_ours_may_be_passed_and_a_draft_may_not() -> None:
@@ -162,6 +171,13 @@ def test_an_unknown_flag_is_told_before_the_engine_refuses_it() -> None:
     assert notes == (f"{said}: the engine will refuse it",)
     fine = ("--no-enable-chunked-prefill", "--compilation-config.mode", "3", "--max_model_len", "100", "-O3")
     assert build(engine="vllm", engine_args=fine).notes == ()
+
+
+def test_a_quote_that_is_not_closed_is_said() -> None:
+    assert split_words("""--a '{"b": 1}'""") == ["--a", '{"b": 1}']
+    for read in (split_words, lambda text: parse_launch("vllm@0.33.0", text)):
+        with pytest.raises(InputError, match="close the quote"):
+            read("--model 'x")
 
 
 def test_engine_arguments_begin_with_a_flag_and_keep_negative_numbers_as_values() -> None:

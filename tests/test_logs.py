@@ -266,6 +266,15 @@ def test_an_exception_that_somebody_caught_or_that_the_server_survived_is_no_cra
     assert state(tmp_path, ready + trace).state == "ready"
 
 
+def test_a_survived_exception_does_not_explain_a_later_death(tmp_path: Path) -> None:
+    text = sglang(*SGLANG_START)
+    text += 'Traceback (most recent call last):\n  File "/a.py", line 1, in f\n    x()\nValueError: odd\n'
+    text += sglang(*TARGET_GRAPHS) + "busy\n" * 600
+    text += 'Traceback (most recent call last):\n  File "/b.py", line 9, in g\n    y()\nLookupError: the end\n'
+    got = state(tmp_path, text)
+    assert (got.state, got.evidence) == ("crashed", "LookupError: the end [b.py:9 g]")
+
+
 def test_words_in_a_requests_text_are_neither_ready_nor_a_crash(tmp_path: Path) -> None:
     loading = sglang(*SGLANG_START)
     said = f"{FIRED_UP} Application startup complete. Received sigquit from a child process CUDA out of memory"

@@ -25,6 +25,7 @@ from eyas.cli import main
 from eyas.errors import CheckFailed, InputError, ServerDied
 from eyas.launch.evidence import port_of
 from eyas.launch.find import all_servers, of_folder, of_pid, of_url
+from eyas.launch.interpreter import installed
 from eyas.launch.keeper import StampedLog
 from eyas.launch.kernel import oom_killed, oom_kills
 from eyas.launch.process import is_same, read_server, start
@@ -100,6 +101,13 @@ def test_a_server_is_started_watched_measured_and_stopped(fated: Fated) -> None:
     assert sorted(ended["pids"]) == sorted(seen["pids"])
     assert ended["killed"] == [pid for pid in seen["pids"] if pid != ready["pid"]]  # the child heeds no TERM
     assert watch_once(of_folder(launch.folder))["state"] == "stopped"
+
+
+@pytest.mark.parametrize("pid", [-5, 0, 2**31, 10**30])
+def test_a_number_that_is_no_pid_is_wrong_usage(pid: int) -> None:
+    for ask in (of_pid, by_pid):
+        with pytest.raises(InputError, match="no process"):
+            ask(pid)
 
 
 def test_a_recorded_start_is_expected_next_time(fated: Fated) -> None:
@@ -273,6 +281,23 @@ def test_an_interpreter_without_the_engine_is_wrong_usage(fated: Fated, interpre
     recipe = recipe_of(("serve.engine=sglang", "serve.plain=true", f"serve.python={sys.executable}"))
     with pytest.raises(InputError, match="no module sglang"):
         prepare(recipe)
+
+
+def test_an_interpreter_that_hangs_is_given_up_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "hangs"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("eyas.launch.interpreter.ASK_S", 0.5)
+    with pytest.raises(InputError, match="no answer within") as refused:
+        installed("sglang", str(program))
+    assert "import" not in refused.value.got  # the question's own text is no answer
+    group = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(group, 0)
+            time.sleep(0.02)
 
 
 def test_a_start_without_a_draft_says_how_to_give_one(interpreter: Path) -> None:

@@ -1,7 +1,6 @@
 """Servers: start one, watch it, stop it."""
 
 import os
-import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish
 from eyas.clients.chat import ServerChat
+from eyas.launch.arguments import split_words
 from eyas.pipeline.chat import Chat, Source, converse, typed
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.serve import prepare, serve, to_convert
@@ -72,7 +72,7 @@ def serve_command(
         "topk": topk,
         "num_draft_tokens": num_draft_tokens,
         "tensor_parallel": tensor_parallel,
-        "engine_args": None if engine_args is None else shlex.split(engine_args),
+        "engine_args": None if engine_args is None else split_words(engine_args),
         "trace": trace or None,
     }
     overrides = [f"serve.{name}={value!r}" for name, value in flags.items() if value is not None]

@@ -1,5 +1,6 @@
 """Prometheus text, as `/metrics` of every engine gives it."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ def _samples(lines: Iterable[str]) -> Iterable[tuple[str, dict[str, str], float]
             value = float(match["value"])
         except ValueError:
             continue
+        if not math.isfinite(value):
+            continue  # a gauge without a sample yet is NaN; a last bucket's bound stands in a label, not here
         labels = {key: re.sub(r"\\.", _unescape, raw) for key, raw in LABEL.findall(match["labels"] or "")}
         yield match["name"], labels, value
 

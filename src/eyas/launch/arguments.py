@@ -57,6 +57,9 @@ VLLM_FLAGS: dict[str, str] = {
     "--max-model-len": "context_length",
     "--speculative-config": "speculative",
     "-sc": "speculative",
+    "--spec-method": "algorithm",
+    "--spec-model": "draft",
+    "--spec-tokens": "num_steps",
 }
 VLLM_SPECULATIVE: dict[str, str] = {
     "method": "algorithm",
@@ -151,13 +154,23 @@ def parse_launch(engine: str | Engine, args: str | Sequence[str], env: Mapping[s
 
 def _words(args: str) -> list[str]:
     """The words of a shell's line, if it holds a flag or a subcommand at all."""
-    try:
-        words = shlex.split(args)
-    except ValueError as error:
-        raise _bad("the engine", f"{args!r}: {error}") from error
+    words = split_words(args)
     if words and not any(word.startswith("-") or word == "serve" for word in words):
         raise _bad("the engine", f"{args!r}, which holds no flag")
     return words
+
+
+def split_words(text: str) -> list[str]:
+    """One string of arguments as a shell would split it. Raises InputError for a quote that is not closed."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(
+            wanted="engine arguments as a shell reads them",
+            got=f"{text!r}: {error}",
+            where="--engine-args",
+            next="close the quote, as in --engine-args '--max-model-len 8192'",
+        ) from error
 
 
 def _positional(words: Sequence[str], name: str) -> str | None:

@@ -1,6 +1,8 @@
 """Which engine, of which release, an interpreter has; asked of the interpreter itself, which imports nothing heavy."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -55,16 +57,12 @@ def installed(engine: str, python: str | None) -> Installed:
     """
     program = python or sys.executable
     module, names = PACKAGES[engine]
+    said, complaint = _ask([program, "-c", ASK, module, *names], program, engine)
     try:
-        done = subprocess.run(
-            [program, "-c", ASK, module, *names], capture_output=True, text=True, timeout=ASK_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _no_interpreter(program, str(error), engine) from error
-    try:
-        found, distribution, release, _ = json.loads(done.stdout.splitlines()[-1])
+        found, distribution, release, _ = json.loads(said.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        raise _no_interpreter(program, (done.stderr or done.stdout)[-300:], engine) from error
+        got = (complaint or said)[-300:].strip() or "no answer"
+        raise _no_interpreter(program, got, engine) from error
     if not found:
         raise InputError(
             wanted=f"{engine} in the interpreter that is to serve",
@@ -75,6 +73,23 @@ def installed(engine: str, python: str | None) -> Installed:
     if engine != "embedded" and distribution is not None:
         parse_engine(f"{distribution}@{release.partition('+')[0]}")
     return Installed(program, distribution, release.partition("+")[0] if release else None)
+
+
+def _ask(words: list[str], program: str, engine: str) -> tuple[str, str]:
+    """(stdout, stderr) of an interpreter; one that hangs is ended with all that it started."""
+    try:
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        ) as asked:
+            try:
+                return asked.communicate(timeout=ASK_S)
+            finally:
+                if asked.poll() is None:
+                    os.killpg(asked.pid, signal.SIGKILL)
+    except subprocess.TimeoutExpired as error:
+        raise _no_interpreter(program, f"no answer within {ASK_S:.0f} s", engine) from error
+    except OSError as error:
+        raise _no_interpreter(program, str(error), engine) from error
 
 
 def _no_interpreter(program: str, got: str, engine: str) -> InputError:

@@ -25,6 +25,8 @@ NAMES = {
     "sglang": {**SGLANG_FLAGS, "--host": "host"},
     "vllm": {**VLLM_FLAGS, "--host": "host"},
 }
+SHORT = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+"""vLLM's own flags for keys of --speculative-config."""
 DRAFT_ONLY = ("algorithm", "draft", "num_steps", "topk", "num_draft_tokens")
 
 
@@ -64,9 +66,12 @@ def pass_through(
         own[names.get(flag, flag)] = (flag, values)
     passed: list[Pair] = []
     for flag, values in split_flags(words):
-        name = names.get(flag.replace("_", "-"), flag)
-        if name == "speculative":
-            own[name] = (own.get(name, (flag, ()))[0], (_merge(flag, own.get(name), values, draft),))
+        full = _full(engine, names, flag)
+        name = names.get(full, flag)
+        text = _speculative_json(full, values) if engine == "vllm" else None
+        if text is not None:
+            merged = _merge(flag, own.get("speculative"), text, draft)
+            own["speculative"] = ("--speculative-config", (merged,))
         elif name in own:
             if own[name][1] != values:
                 raise _contradiction(flag, " ".join(values), own[name][0], " ".join(own[name][1]), name)
@@ -77,20 +82,49 @@ def pass_through(
     return passed, list(own.values())
 
 
+def _full(engine: str, names: Mapping[str, str], flag: str) -> str:
+    """A flag under its whole name: argparse takes `_` for `-`, and a beginning that only one flag has."""
+    head, dot, key = flag.partition(".")
+    head = head.replace("_", "-") if head.startswith("--") else head
+    known = known_flags(engine) if engine in RELEASES else frozenset()
+    if head not in names and head not in known and head.startswith("--"):
+        meant = [one for one in (*names, *known) if one.startswith(head)]
+        if len({names.get(one, one) for one in meant}) == 1:
+            head = meant[0]
+    return head + dot + key
+
+
+def _speculative_json(flag: str, values: tuple[str, ...]) -> str | None:
+    """What one of vLLM's flags says of speculation, as JSON; None: nothing. `--speculative-config.method ngram` and
+    `--spec-method ngram` are keys of it (vLLM 0.33 utils/argparse_utils.py, engine/arg_utils.py)."""
+    head, _, key = flag.partition(".")
+    key = SHORT.get(head, key)
+    text = " ".join(values)
+    if VLLM_FLAGS.get(head) != "speculative" and head not in SHORT:
+        return None
+    if not key:
+        return text
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return json.dumps(value)
+
+
 def _other_method(names: Mapping[str, str], words: Sequence[str]) -> bool:
     """Speculation that needs no EAGLE-3 draft (NGRAM and the like) is the person's own affair."""
     chosen = [values for flag, values in split_flags(words) if names.get(flag) == "algorithm"]
     return bool(chosen) and not any("EAGLE" in value.upper() for values in chosen for value in values)
 
 
-def _merge(flag: str, own: Pair | None, values: tuple[str, ...], draft: str | None) -> str:
+def _merge(flag: str, own: Pair | None, text: str, draft: str | None) -> str:
     """vLLM's speculative JSON of the person's over ours: further keys are kept, contradicting ones refused."""
     try:
-        theirs: Any = json.loads(" ".join(values))
+        theirs: Any = json.loads(text)
     except ValueError as error:
-        raise InputError(
-            wanted=f"JSON for {flag}", got=" ".join(values), where="--engine-args", next=f"{flag} '{{}}'"
-        ) from error
+        raise InputError(wanted=f"JSON for {flag}", got=text, where="--engine-args", next=f"{flag} '{{}}'") from error
     if not isinstance(theirs, dict):
         raise InputError(
             wanted=f"a JSON object for {flag}", got=str(theirs), where="--engine-args", next=f"{flag} {{}}"

@@ -222,7 +222,7 @@ def require_ours(pid: int) -> float:
     try:
         process = psutil.Process(pid)
         created, owner, name = process.create_time(), process.uids().effective, process.username()
-    except psutil.Error as error:
+    except (psutil.Error, ValueError, OverflowError) as error:  # psutil takes no number below 0 or beyond an int
         raise InputError(
             wanted="a running process", got=f"no process {pid}", where="--pid", next="eyas watch --all lists what runs"
         ) from error

@@ -192,10 +192,6 @@ class Reading:
             self.end, self.soft = None, False
             self.clues.forgive()
 
-    def _goes_well(self) -> None:
-        if self.soft:
-            self.end, self.soft = None, False
-
     def _bar(self, line: Line, bar: re.Match[str]) -> None:
         done, total = int(bar["done"]), int(bar["total"])
         what = bar["what"].strip()
