@@ -175,6 +175,40 @@ def test_a_ready_server_that_works_and_answers_late_is_ready_and_one_that_does_n
     assert (found[30].state, found[-1].state, found[-1].cause) == ("ready", "stuck", "no_answer")
 
 
+def test_a_process_that_a_signal_stopped_and_a_port_of_another_protocol_are_said() -> None:
+    halted = watch([Evidence(T0, LOADING, replace(ALIVE, halted=(10,)), health=REFUSED)])[0]
+    assert (halted.state, halted.notes) == (
+        "loading",
+        ("stopped by a signal (SIGSTOP, Ctrl-Z), not by an error; to go on: kill -CONT 10",),
+    )
+    for odd in (Health(0.0, None, "RemoteProtocolError"), Health(0.0, 302), Health(0.0, None, "ReadTimeout")):
+        assert odd.words in watch([Evidence(T0, LOADING, ALIVE, health=odd, port=OURS)])[0].notes[0]
+    for usual in (REFUSED, BUSY, OK):
+        assert watch([Evidence(T0, LOADING, ALIVE, health=usual, port=OURS)])[0].notes == ()
+
+
+def test_time_ends_with_a_dead_server_and_with_the_last_line_of_a_log_alone() -> None:
+    dead = Evidence(T0 + 9000, LOADING, Processes(False, Exit(code=1, time=T0 + 30)))
+    assert watch([dead])[0].elapsed_s == 30.0
+    first, last = datetime.fromtimestamp(T0 - 500), datetime.fromtimestamp(T0 - 460)
+    log = replace(LOADING, phase_starts={"weights": first}, last_time=last)
+    assert decide(Memory(), Evidence(T0, log))[1].elapsed_s == 40.0
+    assert decide(Memory(), Evidence(T0, LOADING))[1].elapsed_s is None
+
+
+def test_the_seconds_before_the_first_line_belong_to_the_first_phase() -> None:
+    memory = Memory(begun=T0)
+    for at, log in ((1, LogState()), (6, replace(LOADING, phase="weights"))):
+        memory, _ = decide(memory, Evidence(T0 + at, log, ALIVE, health=REFUSED))
+    times = phase_times(memory, T0 + 8)
+    assert [(one.phase, one.seconds) for one in times] == [("args", 6.0), ("weights", 2.0)]
+
+
+def test_a_probes_line_is_not_a_dead_servers_last_word() -> None:
+    log = replace(LOADING, last_lines=("the last word", 'INFO:     127.0.0.1:1 - "GET /ready HTTP/1.1" 503'))
+    assert watch([Evidence(T0, log, Processes(False, Exit(code=1)))])[0].notes == ("last line: the last word",)
+
+
 def test_a_log_alone_never_says_stuck() -> None:
     assert {status.state for status in watch([Evidence(T0 + at, LOADING) for at in range(0, 10_000, 100)])} == {
         "loading"

@@ -30,7 +30,7 @@ from eyas.launch.keeper import StampedLog
 from eyas.launch.kernel import oom_killed, oom_kills
 from eyas.launch.process import is_same, read_server, start
 from eyas.launch.stop import Doomed, by_pid, stop
-from eyas.launch.watch import Watch
+from eyas.launch.watch import Watch, steady_clock
 from eyas.pipeline.serve import Launch, prepare, serve
 from eyas.pipeline.watch import targets, watch_once
 from eyas.recipe import recipe_of
@@ -219,6 +219,26 @@ def test_silent_and_idle_is_stuck(fated: Fated) -> None:
     assert (status.state, status.phase, status.cause) == ("stuck", "weights", "no_progress")
     assert status.shards == (4, 8)
     watch.close()
+
+
+def test_a_clock_that_is_set_makes_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = steady_clock()
+    before = clock()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 <= clock() - before < 60
+
+
+def test_of_a_process_without_log_or_port_nothing_but_its_life_is_told() -> None:
+    sleeper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        seen = watch_once(of_pid(sleeper.pid))
+        assert (seen["state"], seen["log"], seen["url"]) == ("unknown", None, None)
+        assert "neither its log nor its port" in seen["notes"][0]
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        assert stop(by_pid(sleeper.pid), grace_s=10.0)["killed"] == []  # it is let go on to heed the TERM
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_silent_and_computing_is_loading(fated: Fated) -> None:

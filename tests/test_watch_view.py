@@ -1,6 +1,7 @@
 """What a person sees of a server: state, shards with their rate, ETA, why, what to do, the last lines."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -55,6 +56,7 @@ def test_elsewhere_a_line_is_said_at_each_change_and_not_at_each_look() -> None:
 def test_times_and_acceptance_in_words() -> None:
     assert [seconds(value) for value in (None, 5.0, 65.0, 3725.0)] == ["-", "5 s", "1:05", "1:02:05"]
     assert headline(LOADING).startswith("sglang: loading")
+    assert headline(replace(LOADING, eta_s=0.2)).endswith("later than recorded")
     found = Acceptance(1.85, "/metrics", 1000, (0.5, 0.25, 0.1), 120.0)
     words = "accept length 1.85, survival 0.50 0.25 0.10, 1000 rounds, 120.0 tokens/s, steady (/metrics)"
     assert acceptance_words(found, "steady") == words

@@ -31,6 +31,8 @@ class Processes:
     read_bytes: int = 0
     resident: int = 0
     """Bytes of memory held; mapped weights count as they are touched."""
+    halted: tuple[int, ...] = ()
+    """Those that a signal stopped (SIGSTOP, Ctrl-Z): they go on at SIGCONT."""
     disk_wait: bool = False
     """Whether one of them is in uninterruptible sleep."""
 
@@ -101,7 +103,7 @@ class ProcessWatch:
     def look(self) -> Processes:
         """The whole tree: CPU seconds, bytes read, memory, zombies."""
         alive, ended = self.alive()
-        pids, zombies, resident, waiting = [], [], 0, False
+        pids, zombies, halted, resident, waiting = [], [], [], 0, False
         for process in self._members():
             try:
                 with process.oneshot():
@@ -119,11 +121,13 @@ class ProcessWatch:
                 pids.append(process.pid)
                 continue
             pids.append(process.pid)
+            if status == psutil.STATUS_STOPPED:
+                halted.append(process.pid)
             waiting = waiting or status == psutil.STATUS_DISK_SLEEP
             self._spent[key] = (cpu.user + cpu.system, read)
         cpu_s = sum(seconds for seconds, _ in self._spent.values())
         read_bytes = sum(read for _, read in self._spent.values())
-        return Processes(alive, ended, tuple(pids), tuple(zombies), cpu_s, read_bytes, resident, waiting)
+        return Processes(alive, ended, tuple(pids), tuple(zombies), cpu_s, read_bytes, resident, tuple(halted), waiting)
 
 
 def port_of(number: int, pids: Sequence[int], host: str = "127.0.0.1") -> Port:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
+from eyas.clients.health import Health
 from eyas.launch.evidence import Evidence, Processes
 from eyas.launch.history import Expectation, PhaseTime
 from eyas.launch.log_state import LogState
@@ -134,7 +135,7 @@ def _dead(memory: Memory, seen: Evidence, log: LogState, processes: Processes, n
         if killed
         else "read the last lines of the log; they name no cause that is known here"
     )
-    last = next((line for line in reversed(log.last_lines) if line.strip()), None)
+    last = next((line for line in reversed(log.last_lines) if line.strip() and not PROBE_LINE.search(line)), None)
     if last is not None:
         notes = (*notes, f"last line: {last}")
     return _status(memory, seen, log, "crashed", log.phase, cause, words, advice, notes)
@@ -180,7 +181,9 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
         state = "loading"
     elif state not in WORKING:
         state = "starting"
-    elapsed = seen.time - _phase_start(memory, phase, log, seen.time)
+    if (health := seen.health) is not None and log.state != "ready" and _no_start(health):
+        notes = (*notes, f"{health.words}: a server that starts refuses or answers 503")
+    elapsed = seen.time - _phase_start(memory, phase or "args", seen.time)
     if idle >= IDLE_S and elapsed >= expected.allowed(phase) + IDLE_S:
         words = f"nothing moved for {idle:.0f} s: no line, no CPU time, nothing read, no memory growing"
         advice = log.advice or "eyas stop, then look where it stands (py-spy dump); a rank that waits for another one?"
@@ -190,10 +193,17 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
         return _status(memory, seen, log, "stuck", phase, cause, words, advice, notes)
     reached = memory.curve[-1][1] if memory.curve else None
     before = seen.time - elapsed - (seen.time if memory.begun is None else memory.begun)
-    left, whole = expected.remaining(phase or "", elapsed, log.progress, reached, max(before, 0.0))
+    left, whole = expected.remaining(phase or "args", elapsed, log.progress, reached, max(before, 0.0))
     status = _status(memory, seen, log, _state(state), phase, notes=notes)
     rate = log.shards[0] / reached if log.shards is not None and reached else None
     return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.source, rate=rate)
+
+
+def _no_start(health: Health) -> bool:
+    """Whether a port answers as no starting server does: with another protocol, or another status."""
+    if health.status is None:
+        return not (health.error or "").startswith("Connect")
+    return health.status not in (200, 503)
 
 
 def _state(word: str) -> State:
@@ -231,9 +241,23 @@ def _status(
         evidence=evidence,
         advice=advice,
         notes=notes,
-        elapsed_s=None if memory.begun is None else seen.time - memory.begun,
+        elapsed_s=_elapsed(memory, seen, log),
         idle_s=_idle(memory, seen) if seen.processes is not None else None,
     )
+
+
+def _elapsed(memory: Memory, seen: Evidence, log: LogState) -> float | None:
+    """Seconds since the start: until now, until a dead server's end, and of a log alone until its last line."""
+    if memory.begun is None:
+        return None
+    until, processes = seen.time, seen.processes
+    if processes is not None and not processes.alive and processes.exit is not None:
+        until = processes.exit.time or until
+    elif processes is None and seen.health is None and seen.log is not None:
+        if log.last_time is None or not any(log.phase_starts.values()):
+            return None
+        until = log.last_time.timestamp()
+    return max(until - memory.begun, 0.0)
 
 
 def _notes(seen: Evidence, processes: Processes | None) -> tuple[str, ...]:
@@ -243,6 +267,9 @@ def _notes(seen: Evidence, processes: Processes | None) -> tuple[str, ...]:
     if processes is not None and processes.alive:
         if processes.zombies:
             notes.append(f"dead children not yet buried: {', '.join(map(str, processes.zombies))}")
+        if processes.halted:
+            listed = " ".join(map(str, processes.halted))
+            notes.append(f"stopped by a signal (SIGSTOP, Ctrl-Z), not by an error; to go on: kill -CONT {listed}")
         if processes.disk_wait:
             notes.append("a process waits for the disk")
     return tuple(notes)
@@ -258,6 +285,8 @@ def _remember(memory: Memory, seen: Evidence, log: LogState) -> Memory:
         mark=now if moved else memory.mark,
         last=now,
     )
+    if seen.processes is not None and not memory.phases and log.phase in (None, "args") and memory.begun is not None:
+        memory = _enter(memory, "args", memory.begun)  # the seconds before a first line are part of a start too
     if log.phase is not None and memory.ready_at is None:
         for phase in [*log.phase_starts, log.phase]:
             if phase != "ready":
@@ -320,7 +349,7 @@ def _idle(memory: Memory, seen: Evidence) -> float:
     return 0.0 if memory.mark is None else max(seen.time - memory.mark.time, 0.0)
 
 
-def _phase_start(memory: Memory, phase: str | None, log: LogState, now: float) -> float:
+def _phase_start(memory: Memory, phase: str, now: float) -> float:
     for name, when in memory.phases:
         if name == phase:
             return when

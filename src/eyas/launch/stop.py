@@ -108,6 +108,7 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
     for one in processes:
         try:
             one.send_signal(number)  # psutil compares creation times first: a pid taken again is not hit
+            one.send_signal(signal.SIGCONT)  # a stopped process heeds no TERM
         except psutil.NoSuchProcess:
             continue
 

@@ -19,6 +19,15 @@ TREE_S, GPU_S, PORT_S = 2.0, 2.0, 5.0
 PROBE_S, READY_PROBE_S = 0.9, 5.0
 
 
+UNSEEN = "it lives; neither its log nor its port is known, so how far it is cannot be told: add --log FILE or --url URL"
+
+
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 that go on evenly: a clock that is set, or a machine that slept, makes no silence."""
+    began, at = time.time(), time.monotonic()
+    return lambda: began + time.monotonic() - at
+
+
 @dataclass
 class Turn:
     """Something that is looked at every so often."""
@@ -37,9 +46,9 @@ class Watch:
     """One server under watch: `look()` as often as wanted."""
 
     def __init__(
-        self, found: Found, expected: Expectation | None = None, clock: Callable[[], float] = time.time
+        self, found: Found, expected: Expectation | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        self.found, self.expected, self.clock = found, expected or Expectation(), clock
+        self.found, self.expected, self.clock = found, expected or Expectation(), clock or steady_clock()
         begun = found.server.started if found.server is not None else found.created
         self.memory = Memory(begun=begun)
         self.log: LogState | None = None
@@ -71,6 +80,8 @@ class Watch:
             self._look_at_port(now, health is not None and health.ready)
         seen = Evidence(now, self.log, self.processes, gpu_bytes(self.gpus), self._port, health)
         self.memory, status = decide(self.memory, seen, self.expected)
+        if self._reader is None and self._prober is None and status.state not in ("crashed", "stopped"):
+            status = replace(status, state="unknown", cause=None, evidence=None, notes=(*status.notes, UNSEEN))
         return status if status.engine is not None else replace(status, engine=self.found.engine)
 
     def refresh(self) -> None:

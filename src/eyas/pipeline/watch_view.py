@@ -15,7 +15,7 @@ from rich.text import Text
 from eyas.clients.acceptance import Acceptance
 from eyas.launch.gpus import Gpu
 from eyas.launch.log_state import LogState
-from eyas.launch.state import Status
+from eyas.launch.state import PROBE_LINE, Status
 
 LINE_EVERY_S = 10.0
 SHOWN_LINES = 6
@@ -53,7 +53,8 @@ def headline(status: Status, url: str | None = None) -> str:
     if status.elapsed_s is not None:
         parts.append(f"after {seconds(status.elapsed_s)}")
     if status.eta_s is not None:
-        parts.append(f"ready in about {seconds(status.eta_s)}")
+        late = status.eta_s < 0.5
+        parts.append("later than recorded" if late else f"ready in about {seconds(status.eta_s)}")
     elif status.phase_eta_s is not None:
         parts.append(f"this phase {seconds(status.phase_eta_s)} more")
     return ", ".join(parts)
@@ -134,7 +135,8 @@ def panel(
         rows.append(table)
     rows += [Text(line) for line in (*explain(status), *more)]
     if log is not None:
-        lines = [KEPT_STAMP.sub(r"\1 ", line) for line in log.last_lines[-SHOWN_LINES:]]
+        own = [line for line in log.last_lines if not PROBE_LINE.search(line)]
+        lines = [KEPT_STAMP.sub(r"\1 ", line) for line in own[-SHOWN_LINES:]]
         rows += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(*rows)
 
