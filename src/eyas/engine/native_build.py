@@ -22,6 +22,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (SOURCE.with_name("products.hpp"), SOURCE.with_name("lanes.hpp"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
+CPU = Path("/proc/cpuinfo")
 OFF = "EYAS_NATIVE"
 """Set to 0, this environment variable keeps the engine on its plain path."""
 
@@ -39,8 +40,12 @@ def load_native() -> ctypes.CDLL | str:
         return f"no C++ compiler ({named or ', '.join(COMPILERS)})"
     try:
         library = cache_folder() / "native" / f"{_key(compiler)}.so"
-        if not library.is_file():
-            _compile(compiler, library)
+        if library.is_file():
+            try:
+                return _declared(ctypes.CDLL(str(library)))
+            except (OSError, AttributeError) as error:  # a disk that was full, a file cut short
+                say(f"engine: {library} cannot be loaded ({error}): compiled again")
+        _compile(compiler, library)
         return _declared(ctypes.CDLL(str(library)))
     except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", None)
@@ -65,8 +70,7 @@ def _compile(compiler: str, library: Path) -> None:
 def _key(compiler: str) -> str:
     """What the library depends on: source, flags, compiler, and the processor that -march=native sees."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
-    info = Path("/proc/cpuinfo")
-    first = info.read_text().split("\n\n")[0] if info.is_file() else platform.processor()
+    first = CPU.read_text().split("\n\n")[0] if CPU.is_file() else platform.processor()
     facts = [line for line in first.splitlines() if line.split(":")[0].strip() in ("flags", "Features", "model name")]
     return hash_bytes(
         "\n".join([*facts, version, *FLAGS]).encode() + b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
