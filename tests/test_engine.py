@@ -332,6 +332,9 @@ def test_a_prompt_without_room_or_a_chain_without_a_draft_is_refused(target32: T
     for prompt in ([], [5] * 1024):
         with pytest.raises(InputError, match="1 to 1023 tokens"):
             engine.generate(prompt, 5)
+    for prompt in ([5, 259], [-1, 5]):
+        with pytest.raises(InputError, match="token ids from 0 to 258"):
+            engine.generate(prompt, 5)
     with pytest.raises(InputError, match="a draft"):
         engine.generate([5], 5, num_steps=1)
 

@@ -235,6 +235,14 @@ class Engine:
                 where="the prompt",
                 next="shorten it" if prompt_ids else "give it at least one token",
             )
+        known = self.target.embedding.shape[0]
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < known:
+            raise InputError(
+                wanted=f"token ids from 0 to {known - 1}, those that the target has embeddings of",
+                got=f"{min(prompt_ids)} to {max(prompt_ids)}",
+                where="the prompt",
+                next="use the target's own tokenizer (a token added to it later has no embedding)",
+            )
         needed = min(len(prompt_ids) + max_new_tokens, context) + self.rows
         if self.cache_rows is not None and needed > self.cache_rows:
             raise InputError(
