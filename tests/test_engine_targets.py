@@ -7,22 +7,29 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    DiffLlamaConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
     MambaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
 )
 
 from eyas.engine.generate import Engine
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.models.target import Target
+from eyas.settings import DraftingSettings
 from tiny import tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -38,7 +45,20 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 2,
     "bos_token_id": 1,
 }
+GPT2 = GPT2Config(vocab_size=259, n_positions=512, n_embd=32, n_layer=4, n_head=4, eos_token_id=2, bos_token_id=1)
+OPT = OPTConfig(
+    vocab_size=259,
+    hidden_size=32,
+    num_hidden_layers=4,
+    ffn_dim=48,
+    num_attention_heads=4,
+    max_position_embeddings=512,
+    word_embed_proj_dim=32,
+)
 KNOWN = [
+    GPT2,  # no linear layers but modules of its own
+    OPT,
+    StableLmConfig(**SHAPE),  # hands no keyword of the forward on to its attention
     Qwen3Config(**SHAPE),
     MistralConfig(**SHAPE, sliding_window=7),
     Gemma3TextConfig(**SHAPE, sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2),
@@ -83,7 +103,7 @@ def test_rows_and_texts_are_those_of_the_architectures_own_forward(config: PreTr
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [(Gemma2Config(**SHAPE), "softcap"), (GptOssConfig(**SHAPE, num_local_experts=2), "s_aux")],
+    [(Gemma2Config(**SHAPE), "softcap"), (GptOssConfig(**SHAPE, num_local_experts=4), "s_aux")],
     ids=["gemma2", "gpt_oss"],
 )
 def test_attention_the_engine_lacks_is_refused(config: PreTrainedConfig, reason: str) -> None:
@@ -105,3 +125,42 @@ def test_a_target_that_only_keeps_a_state_is_refused() -> None:
     config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=8)
     with pytest.raises(InputError, match="got 0 in MambaForCausalLM; the others keep a state of their own"):
         Engine(target_of(config), announce=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+        DiffLlamaConfig(**SHAPE),
+    ],
+    ids=["a state beside attention in every layer", "attention twice a layer"],
+)
+def test_a_target_whose_rows_the_cache_does_not_give_is_refused(config: PreTrainedConfig) -> None:
+    """Every layer attends, and yet rows behind a cached prompt are wrong: only the target's own forward tells."""
+    target = target_of(config)
+    own = target.model.config._attn_implementation
+    with pytest.raises(InputError, match="off its own forward's"):
+        Engine(target, announce=False)
+    assert target.model.config._attn_implementation == own
+
+
+def test_a_target_without_a_context_length_is_refused() -> None:
+    target = target_of(BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4, num_hidden_layers=2))
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        Engine(target, announce=False)
+
+
+@pytest.mark.parametrize("config", [OPT, GPT2], ids=lambda config: config.model_type)
+def test_learned_positions_end_with_the_context_and_not_in_an_error(config: PreTrainedConfig) -> None:
+    """The rows of a round that padding or drafting puts beyond the last position stand at it."""
+    engine = Engine(target_of(config), drafting=DraftingSettings(num_steps=4, ngram=3), announce=False)
+    prompt = [5, 6, 7, 8] * 126
+    texts = [engine.generate(prompt, 50, num_steps, ignore_eos=True) for num_steps in (0, 4)]
+    assert [(len(text.ids), text.finish) for text in texts] == [(8, "context")] * 2
+    assert texts[0].ids == texts[1].ids
+    engine.close()
+
+
+def test_int8_is_refused_where_there_is_nothing_to_round() -> None:
+    with pytest.raises(InputError, match="none in the layers of GPT2LMHeadModel"):
+        Engine(target_of(GPT2), int8=True, announce=False)

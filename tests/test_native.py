@@ -218,6 +218,18 @@ def test_kernels_that_fail_their_self_test_are_left_aside_aloud(
     engine.close()
 
 
+def test_kernels_that_compute_something_else_are_left_aside_aloud(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(NativeForward, "verify", lambda self, ids, start, parents=None: torch.zeros(1, len(ids), 42))
+    monkeypatch.setattr(start_module, "say", said.append)
+    engine = Engine(target_of(CONFIGS["llama"]), num_steps=2, announce=False)
+    assert engine.facts.path == "plain"
+    assert "compute something else" in said[0]
+    engine.close()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_either_path_writes_the_same_text_plain_and_drafted_by_lookup(precision: str, compiled: bool) -> None:

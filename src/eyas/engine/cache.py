@@ -14,6 +14,7 @@ L attended length, E width of a query and a key, U width of a value.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,6 +237,10 @@ class KVCache:
         return mask
 
 
+RUNNING: ContextVar[KVCache | None] = ContextVar("RUNNING", default=None)
+"""The cache of the forward that runs. No keyword of that forward, for some architectures hand none on to attention."""
+
+
 def attend_cached(
     module: nn.Module,
     query: Tensor,
@@ -243,14 +248,14 @@ def attend_cached(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    eyas_cache: KVCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention interface over a KVCache; without one, transformers' own SDPA.
+    """transformers' attention interface over the KVCache that runs; without one, transformers' own SDPA.
 
     Raises InputError for what a layer asks that this attention does not do (soft-capped scores, sinks).
     """
-    if eyas_cache is None:
+    cache = RUNNING.get()
+    if cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
@@ -260,7 +265,7 @@ def attend_cached(
                 where="the embedded engine",
                 next="serve this target with --engine sglang or vllm",
             )
-    context = eyas_cache.attend(layer_index(module), query, key, value, scaling, kwargs.get("sliding_window"))
+    context = cache.attend(layer_index(module), query, key, value, scaling, kwargs.get("sliding_window"))
     return context.transpose(1, 2).contiguous(), None
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.cache import ATTENTION, KVCache, depths, register
+from eyas.engine.cache import ATTENTION, RUNNING, KVCache, depths, register
 from eyas.engine.rows import Lanes, TextRows
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries
@@ -143,14 +143,19 @@ class TargetForward:
         return self._run(ids, range(start, start + len(ids)))
 
     def _run(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        device = self._no_mask.device
-        output = self.target.backbone(
-            input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=torch.tensor([list(positions)], device=device),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            eyas_cache=self.cache,
-        )
+        """Rows that are padding or drafted may lie beyond the target's last position, which has no embedding of its own
+        where positions are learned: they stand at the last, for no text ever holds them."""
+        device, last = self._no_mask.device, self.target.context_length - 1
+        running = RUNNING.set(self.cache)
+        try:
+            output = self.target.backbone(
+                input_ids=torch.tensor([list(ids)], device=device),
+                position_ids=torch.tensor([[min(position, last) for position in positions]], device=device),
+                attention_mask=self._no_mask,
+                use_cache=False,
+            )
+        finally:
+            RUNNING.reset(running)
         return output.last_hidden_state
 
     def _hook(self, boundary: int) -> Any:
@@ -177,7 +182,7 @@ def no_attention(target: Target, found: int) -> InputError:
     return InputError(
         wanted=f"{target.num_hidden_layers} layers of scaled dot-product attention",
         got=f"{found} in {type(target.model).__name__}; the others keep a state of their own, which a rejected token "
-        "would have changed for good",
+        "would have changed for good, or attend by code of their own",
         where="the embedded engine",
         next="serve this target with --engine sglang or vllm",
     )

@@ -100,8 +100,11 @@ def available_kernels(dtype: torch.dtype, device: torch.device) -> list[str]:
 def fastest_kernels(linears: Sequence[nn.Linear], rows: Iterable[int]) -> dict[int, str]:
     """For each number of rows, the kernel that runs `linears` one after the other fastest (best of a few tries).
 
-    Weights are streamed from memory as in a forward: enough layers are taken that no cache holds them.
+    Weights are streamed from memory as in a forward: enough layers are taken that no cache holds them. Without linears
+    (GPT-2 has modules of its own) there is nothing to choose.
     """
+    if not linears:
+        return dict.fromkeys(rows, "torch")
     sample = _sample(linears)
     names = available_kernels(sample[0].weight.dtype, sample[0].weight.device)
     if len(names) == 1:

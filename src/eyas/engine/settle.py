@@ -12,6 +12,7 @@ from torch import nn
 from eyas.engine.forward import TargetForward
 from eyas.engine.linear import fastest_kernels, install, install_int8
 from eyas.engine.selftest import check_rows
+from eyas.errors import InputError
 from eyas.models.target import Target
 from eyas.progress import say
 
@@ -57,6 +58,13 @@ def settle(
     one fails it says so aloud and decodes all the same.
     """
     groups = (layer_linears(forward.target), [forward.target.head])
+    if int8 and not groups[0]:
+        raise InputError(
+            wanted="linear layers, whose weights int8 rounds",
+            got=f"none in the layers of {type(forward.target.model).__name__}",
+            where="precision int8",
+            next="--precision bfloat16",
+        )
     powers = 2 ** (most - 1).bit_length()
     tables: list[dict[int, str]] = [{}, {}]
     for choice in ("int8",) if int8 else dict.fromkeys((kernels, "torch")):

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from eyas.engine.forward import Forward, TargetForward
 from eyas.engine.linear import uninstall
 from eyas.engine.native_build import load_native
 from eyas.engine.native_forward import NativeForward, unsupported
-from eyas.engine.selftest import check_rows
+from eyas.engine.selftest import OWN_ERROR, check_rows, error_of, own_states
 from eyas.engine.settle import EngineFacts, layer_linears, precision_name, settle
 from eyas.errors import InputError
 from eyas.models.target import Target
@@ -27,11 +29,13 @@ def start(
     `kernels` "auto" tries the compiled ones, any other name means the plain path with these linears. `plain`: a reason
     to run the plain path all the same. Raises InputError for a target that neither can run.
     """
-    native = _native(target, boundaries, most, int8) if kernels == "auto" and plain is None else plain or ""
+    own = own_states(target)
+    native = _native(target, boundaries, most, int8, own) if kernels == "auto" and plain is None else plain or ""
     if not isinstance(native, str):
         return native
     forward = TargetForward(target, boundaries)
     try:
+        _hold_to(forward, own)
         return forward, settle(forward, most, kernels, int8=int8, why=native)
     except InputError:
         forward.close()
@@ -39,15 +43,31 @@ def start(
         raise
 
 
-def _native(target: Target, boundaries: Sequence[int], most: int, int8: bool) -> tuple[Forward, EngineFacts] | str:
+def _hold_to(forward: TargetForward, own: Tensor) -> None:
+    error = error_of(forward, own)
+    if not error < OWN_ERROR:
+        raise InputError(
+            wanted="a target whose layers' past is keys and values under scaled dot-product attention",
+            got=f"rows of {type(forward.target.model).__name__} that are off its own forward's by {error:.0%}: its "
+            "layers keep a state beside them, which a rejected token would have changed for good, or attend otherwise",
+            where="the embedded engine",
+            next="serve this target with --engine sglang or vllm",
+        )
+
+
+def _native(
+    target: Target, boundaries: Sequence[int], most: int, int8: bool, own: Tensor
+) -> tuple[Forward, EngineFacts] | str:
     """The compiled forward, or why it is not run."""
     reason = unsupported(target)
     library = load_native() if reason is None else reason
     if isinstance(library, str):
         return library
     forward = NativeForward(target, library, boundaries, int8=int8)
-    if not check_rows(forward, most, borders=False):
-        reason = "compiled kernels fail the self-test of rows"
+    # Weights rounded to int8 are another function, by as much as they are.
+    right = int8 or error_of(forward, own) < OWN_ERROR
+    if not right or not check_rows(forward, most, borders=False):
+        reason = "compiled kernels fail the self-test of rows" if right else "compiled kernels compute something else"
         say(f"engine: {reason}: plain path")
         return reason
     return forward, EngineFacts(

@@ -91,7 +91,16 @@ class Target:
 
     @property
     def context_length(self) -> int:
-        return self.config.max_position_embeddings
+        """Raises InputError for a config that names none (positions that have no end)."""
+        length = getattr(self.config, "max_position_embeddings", None)
+        if not isinstance(length, int):
+            raise InputError(
+                wanted="a target with a context length (max_position_embeddings)",
+                got=f"none in the config of {type(self.model).__name__}",
+                where="target",
+                next='add "max_position_embeddings" to its config.json, as many tokens as it is to see',
+            )
+        return length
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
