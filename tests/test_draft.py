@@ -161,5 +161,7 @@ def test_the_widths_of_latent_attention_are_there_for_that_block_and_for_no_othe
 
 
 def test_an_embedding_of_another_target_is_refused() -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="vocab_mismatch"):
         make_draft().share_embedding(torch.zeros(VOCAB + 1, HIDDEN))
+    with pytest.raises(InputError, match="shape_mismatch"):
+        make_draft().share_embedding(torch.zeros(VOCAB, HIDDEN + 1))

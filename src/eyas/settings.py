@@ -47,6 +47,10 @@ class DraftingSettings(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "DraftingSettings":
+        if self.topk == 1 and self.num_draft_tokens and not self.num_steps:
+            raise ValueError(
+                "a chain (topk 1) is as long as num_steps says; num_draft_tokens shapes a tree (topk 2 or more)"
+            )
         if self.topk == 1 and self.num_steps and self.num_draft_tokens not in (None, self.num_steps + 1):
             raise ValueError(f"a chain (topk 1) of {self.num_steps} steps has {self.num_steps + 1} num_draft_tokens")
         if any(later > earlier for earlier, later in pairwise(self.simulate or ())):

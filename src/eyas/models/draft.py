@@ -119,12 +119,14 @@ class Draft(nn.Module):
 
     def share_embedding(self, weight_VH: Tensor) -> None:
         """Use the target's embedding table [V, H] (no copy, no gradient)."""
-        if tuple(weight_VH.shape) != (self.config.vocab_size, self.config.hidden_size):
+        wanted = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(weight_VH.shape) != wanted:
             raise InputError(
-                wanted=f"a target embedding of shape {(self.config.vocab_size, self.config.hidden_size)}",
+                wanted=f"a target embedding of shape {wanted}",
                 got=str(tuple(weight_VH.shape)),
                 where="the draft's embedding",
                 next="use the target the draft was trained for (eyas inspect DRAFT names it)",
+                code="shape_mismatch" if weight_VH.shape[1] != wanted[1] else "vocab_mismatch",
             )
         if not self.config.own_embedding:
             self.embed_tokens.weight = nn.Parameter(weight_VH.detach(), requires_grad=False)
