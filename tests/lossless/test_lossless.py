@@ -107,8 +107,9 @@ def test_drafted_texts_are_plain_texts(loaded: Loaded, name: str) -> None:
     assert engine.facts.lossless
     rounds: list[int] = []
     parted: list[str] = []
-    with Progress(f"{engine.facts.precision}, {name}", PROMPTS, "prompts") as bar:
-        for prompt in prompts(loaded.target, list(WAYS).index(name)):
+    chosen = prompts(loaded.target, list(WAYS).index(name))
+    with Progress(f"{engine.facts.precision}, {name}", len(chosen), "prompts") as bar:
+        for prompt in chosen:
             plain = engine.generate(prompt.ids, TOKENS, 0, sampling=way.sampling)
             if way.branches:
                 vocabulary = loaded.target.vocab_size
