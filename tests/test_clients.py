@@ -19,7 +19,7 @@ from eyas.clients.acceptance import (
     from_line,
     read_counters,
 )
-from eyas.clients.health import Prober, engine_of, probe
+from eyas.clients.health import Prober, client, engine_of, get, probe
 from eyas.clients.metrics import parse_metrics
 from eyas.clients.openai import OpenAI
 from eyas.errors import InputError
@@ -212,6 +212,17 @@ def test_vllm_is_asked_for_its_health(server: tuple[str, type[Handler]]) -> None
     assert prober.wait().ready and prober.wait().ready
     assert handler.hits[-1] == "/health" and handler.hits.count("/ready") == 1
     prober.close()
+
+
+def test_a_body_that_does_not_end_is_left_and_its_status_stands(
+    server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    handler.answers = {"/health": (200, "x" * 300_000)}
+    monkeypatch.setattr("eyas.clients.health.WHOLE_S", -1.0)
+    with client(url) as http:
+        status, body, error = get(http, "/health")
+    assert (status, error) == (200, None) and 0 < len(body) < 300_000
 
 
 def test_nobody_there_is_an_answer_too() -> None:

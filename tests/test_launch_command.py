@@ -38,6 +38,13 @@ def test_sglang_is_started_with_eagle3_and_the_chain_the_draft_was_trained_for(t
     )
 
 
+@pytest.mark.parametrize("engine", ["embedded", "sglang", "vllm"])
+def test_a_draft_folder_that_is_not_there_is_noted_and_a_hub_id_is_not(engine: str, tmp_path: Path) -> None:
+    absent = str(tmp_path / "none")
+    assert build(absent, engine=engine).notes == (f"the draft's folder {absent} is not there",)
+    assert build("org/draft", engine=engine).notes == ()
+
+
 def test_vllm_is_told_the_method_and_a_chain() -> None:
     command = build(engine="vllm", python="python3.11", port=8001, num_steps=4)
     assert command.argv[:5] == ("python3.11", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/target")

@@ -7,7 +7,7 @@ import pytest
 
 from eyas.clients.acceptance import Acceptance
 from eyas.errors import InputError
-from eyas.launch.arguments import parse_launch
+from eyas.launch.arguments import embedded_launch, parse_launch
 from eyas.wiring.live import Promise, check_acceptance, check_arguments, promise_beside, read_promise
 
 PROMISE = Promise((0.5, 0.25, 0.1), "walk_survival of e")
@@ -28,6 +28,24 @@ def test_the_promise_is_for_the_chain_that_is_served() -> None:
     assert PROMISE.accept_length(1) == 1.5 and PROMISE.accept_length(None) == 1.85
     assert check_acceptance(served(1.5), PROMISE, 1).status == "pass"
     assert check_acceptance(served(1.5, survival=(0.5,)), PROMISE, None).status == "pass"
+
+
+def test_a_server_that_drafts_less_than_it_may_is_held_to_what_it_drafted() -> None:
+    assert PROMISE.accept_length(1.5) == 1.625
+    shallow = Acceptance(1.5, "/metrics", 1000, (0.5, 0.0, 0.0), drafted=1.0)
+    assert check_acceptance(shallow, PROMISE, 3).findings == []
+    tree = Acceptance(1.3, "/metrics", 1000, (0.2, 0.1, 0.0), drafted=7.0)
+    assert check_acceptance(tree, PROMISE, 3).findings[0].expected.startswith("accept length 1.85")
+
+
+def test_the_embedded_servers_arguments_are_read_and_another_draft_is_named(tmp_path: Path) -> None:
+    words = ["-m", "eyas.engine.server", "--target", "t", "--draft", str(tmp_path), "--num-steps", "2"]
+    launch = embedded_launch(words)
+    assert (launch.target, launch.draft, launch.num_steps) == ("t", str(tmp_path), 2)
+    assert check_arguments(launch, tmp_path, None).findings == []
+    other = tmp_path / "other"
+    other.mkdir()
+    assert [one.code for one in check_arguments(launch, other, None).findings] == ["config_key_wrong"]
 
 
 def test_far_below_the_promise_is_an_error_and_somewhat_below_a_warning() -> None:

@@ -42,6 +42,8 @@ class Acceptance:
     tokens_s: float | None = None
     """Emitted tokens a second over the interval."""
     exact: bool = True
+    drafted: float | None = None
+    """Drafted tokens a round: the depth of a chain that was not always drafted to its end."""
 
     def __post_init__(self) -> None:
         assert self.accept_length >= 1 - 1e-9, f"an accept length includes the bonus token: {self.accept_length}"
@@ -78,6 +80,7 @@ class Counters:
     gauge: float | None = None
     """An accept length the server computed itself (SGLang's last interval)."""
     source: str = "/metrics"
+    drafted: float | None = None
 
     def since(self, earlier: "Counters | None") -> Acceptance | None:
         """The interval from `earlier` (None: the server's start) to now; None where no round fell into it."""
@@ -99,7 +102,8 @@ class Counters:
         if self.per_position is not None:
             padded = (*old, *([0.0] * (len(self.per_position) - len(old))))
             survival = tuple((now - was) / rounds for now, was in zip(self.per_position, padded, strict=False))
-        return Acceptance(length, self.source, int(rounds), survival, speed)
+        drafted = None if self.drafted is None else (self.drafted - (before.drafted or 0.0)) / rounds
+        return Acceptance(length, self.source, int(rounds), survival, speed, drafted=drafted)
 
 
 def _gauge(counters: Counters, speed: float | None) -> Acceptance | None:
@@ -121,6 +125,7 @@ def counters_of(metrics: Metrics, time: float) -> Counters | None:
                 metrics.total(f"{prefix}spec_decode_num_accepted_tokens_total"),
                 ordered,
                 metrics.total(f"{prefix}generation_tokens_total"),
+                drafted=metrics.total(f"{prefix}spec_decode_num_draft_tokens_total"),
             )
     calls = metrics.total("sglang:spec_verify_calls_total")
     gauge = metrics.mean("sglang:spec_accept_length")

@@ -20,6 +20,8 @@ from eyas.clients.background import Background
 
 TIMEOUT_S = 5.0
 """At the least: SGLang's /health alone takes a second, and a busy server answers late."""
+WHOLE_S = 10.0
+"""A body that comes in drops is read no longer; its status stands."""
 LARGEST = 16 << 20
 """Bytes of a body that are read."""
 ENGINES_BY_OWNER = {"sglang": "sglang", "vllm": "vllm", "eyas": "embedded"}
@@ -50,14 +52,15 @@ def client(url: str, timeout_s: float = TIMEOUT_S) -> httpx2.Client:
 
 
 def get(http: httpx2.Client, path: str) -> tuple[int | None, str, str | None]:
-    """(status, body, error) of one GET; status None where no answer came."""
+    """(status, body, error) of one GET; status None where no answer came. A body that drips is left after WHOLE_S."""
+    begun = time.monotonic()
     try:
         with http.stream("GET", path) as answer:
             pieces, size = [], 0
             for piece in answer.iter_bytes():
                 pieces.append(piece)
                 size += len(piece)
-                if size > LARGEST:
+                if size > LARGEST or time.monotonic() - begun > WHOLE_S:
                     break
         return answer.status_code, b"".join(pieces).decode(errors="replace"), None
     except httpx2.HTTPError as error:

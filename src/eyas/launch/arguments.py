@@ -69,6 +69,14 @@ VLLM_SPECULATIVE: dict[str, str] = {
     "attention_backend": "draft_attention_backend",
     "quantization": "draft_quantization",
 }
+EMBEDDED_FLAGS = {
+    "--target": "target",
+    "--draft": "draft",
+    "--port": "port",
+    "--num-steps": "num_steps",
+    "--topk": "topk",
+    "--num-draft-tokens": "num_draft_tokens",
+}
 INTEGERS = frozenset(
     {
         *("num_steps", "topk", "num_draft_tokens", "draft_window", "tp", "pp", "port", "page_size"),
@@ -150,6 +158,13 @@ def parse_launch(engine: str | Engine, args: str | Sequence[str], env: Mapping[s
     if reader.name == "vllm" and env.get("VLLM_USE_V2_MODEL_RUNNER") in ("0", "1"):
         reader = replace(reader, runner="v2" if env["VLLM_USE_V2_MODEL_RUNNER"] == "1" else "v1")
     return Launch(engine=reader, env=env, flags=tuple(flag for flag, _ in pairs), **found)
+
+
+def embedded_launch(words: Sequence[str]) -> Launch:
+    """The embedded server's own arguments, as parse_launch reads the engines'."""
+    pairs = _pairs(words)
+    found = {name: _value(flag, name, value) for flag, value in pairs if (name := EMBEDDED_FLAGS.get(flag)) is not None}
+    return Launch(engine=Engine("embedded", ""), flags=tuple(flag for flag, _ in pairs), **found)
 
 
 def _words(args: str) -> list[str]:

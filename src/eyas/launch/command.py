@@ -82,6 +82,8 @@ def build_command(target: TargetSettings, draft: str | None, settings: ServeSett
     words = [word for flag, values in [*merged, *passed] for word in (flag, *values)]
     words += [flag for flag in flags if flag not in own and flag not in {name for name, _ in passed}]
     notes += unknown_flags(engine, [flag for flag, _ in passed])
+    if draft is not None and draft.startswith(("/", ".", "~")) and not Path(draft).exists():
+        notes.append(f"the draft's folder {draft} is not there")  # anything else may be a hub id
     argv = (program(settings.python), *HEADS[engine], *words)
     return Command(engine, argv, env, settings.host, port, target.name, draft, shape, tuple(notes))
 
@@ -104,7 +106,8 @@ distribution named vllm."""
 
 def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
     """Depth, branches and verified tokens. SGLang: a chain verifies num_steps + 1 (speculative_hook.py:1255-1266)."""
-    steps = settings.num_steps or _trained_length(draft) or STEPS
+    trained = _trained_length(draft)
+    steps = settings.num_steps or trained or STEPS
     if engine == "vllm" and settings.topk > 1:
         raise InputError(
             wanted="topk 1: vLLM drafts chains only",

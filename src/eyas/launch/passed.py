@@ -5,23 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyas.errors import InputError
-from eyas.launch.arguments import SGLANG_FLAGS, VLLM_FLAGS
+from eyas.launch.arguments import EMBEDDED_FLAGS, SGLANG_FLAGS, VLLM_FLAGS
 from eyas.launch.known_flags import known_flags, nearest_flag
 
 Pair = tuple[str, tuple[str, ...]]
 """A flag and the words after it."""
 RELEASES = {"sglang": "sglang 0.5.23", "vllm": "vllm 0.33"}
-EMBEDDED_FLAGS = {
-    "--target": "target",
-    "--draft": "draft",
-    "--host": "host",
-    "--port": "port",
-    "--num-steps": "num_steps",
-    "--topk": "topk",
-    "--num-draft-tokens": "num_draft_tokens",
-}
 NAMES = {
-    "embedded": EMBEDDED_FLAGS,
+    "embedded": {**EMBEDDED_FLAGS, "--host": "host"},
     "sglang": {**SGLANG_FLAGS, "--host": "host"},
     "vllm": {**VLLM_FLAGS, "--host": "host"},
 }

@@ -11,7 +11,7 @@ from eyas.clients.openai import OpenAI
 from eyas.data.bank import load_test_set
 from eyas.data.prompts import read_prompts
 from eyas.errors import InputError
-from eyas.launch.arguments import SGLANG_FLAGS, Launch, parse_launch
+from eyas.launch.arguments import SGLANG_FLAGS, Launch, embedded_launch, parse_launch
 from eyas.launch.find import Found, of_url, words_of
 from eyas.launch.interpreter import installed
 from eyas.progress import Progress
@@ -95,7 +95,7 @@ def _launch(found: Found, engine: str | None, info: dict[str, Any]) -> Launch | 
         return None
     words = list(found.server.argv) if found.server is not None else words_of(found.pid) if found.pid else []
     if engine == "embedded":
-        return None
+        return embedded_launch(words[1:]) if words else None
     if words:
         return parse_launch(engine, words[1:])
     told = [

@@ -38,9 +38,12 @@ class Promise:
     survival: tuple[float, ...]
     source: str
 
-    def accept_length(self, num_steps: int | None) -> float:
-        """Of a chain of `num_steps`; None: of all that was evaluated."""
-        return 1 + sum(self.survival[:num_steps])
+    def accept_length(self, depth: float | None) -> float:
+        """Of a chain of `depth` tokens, in between where some rounds draft fewer; None: of all that was evaluated."""
+        if depth is None:
+            return 1 + sum(self.survival)
+        whole = int(depth)
+        return 1 + sum(self.survival[:whole]) + (depth - whole) * sum(self.survival[whole : whole + 1])
 
 
 def read_promise(path: Path) -> Promise:
@@ -67,9 +70,7 @@ def check_arguments(launch: Launch | None, draft: Path | None, target: str | Non
     name = "server arguments"
     if launch is None:
         return Check(name, "unknown", "the server does not tell them, and its process is not on this machine")
-    seen = preflight(launch, draft=draft, target=_local(target))
-    own = seen.loader.findings if seen.loader is not None else []
-    found = [one for one in seen.findings if one.code not in OF_THE_MACHINE and one not in own]
+    found = [] if launch.engine.name == "embedded" else _preflighted(launch, draft, target)
     words = f"{launch.engine}: algorithm {launch.algorithm or 'none'}, draft {launch.draft or 'none'}, "
     words += f"num_steps {launch.num_steps}, topk {launch.topk}, num_draft_tokens {launch.num_draft_tokens}"
     if draft is not None and launch.draft is not None and _other_folder(launch.draft, draft):
@@ -86,6 +87,12 @@ def check_arguments(launch: Launch | None, draft: Path | None, target: str | Non
         )
     failed = any(one.severity == "error" for one in found)
     return Check(name, "fail" if failed else "pass", words, found)
+
+
+def _preflighted(launch: Launch, draft: Path | None, target: str | None) -> list[Finding]:
+    seen = preflight(launch, draft=draft, target=_local(target))
+    own = seen.loader.findings if seen.loader is not None else []
+    return [one for one in seen.findings if one.code not in OF_THE_MACHINE and one not in own]
 
 
 def _local(target: str | None) -> Path | None:
@@ -126,7 +133,9 @@ def check_acceptance(
     if promise is None:
         return Check(name, "unknown", f"{words}; nothing to compare with: --evaluate RUN/evaluate", [], facts)
     steps = num_steps or (len(served.survival) if served.survival is not None else None)
-    promised = promise.accept_length(steps)
+    # A server that drafts less than it may (a depth that adapts) is held to what it drafted; a tree drafts more.
+    shallow = served.drafted is not None and (steps is None or served.drafted < steps)
+    promised = promise.accept_length(served.drafted if shallow else steps)
     facts |= {"promised": {"accept_length": round(promised, 4), "survival": list(promise.survival[:steps])}}
     words += f", {promised:.2f} promised ({promise.source})"
     if served.survival is not None:
@@ -138,7 +147,7 @@ def check_acceptance(
     facts["share_of_promised_gain"] = round(share, 4)
     if share >= NEAR:
         return Check(name, "pass", words, [], facts)
-    far = share < FAR and _apart(served, promise, steps)
+    far = share < FAR and _apart(served, promise, promised, steps)
     first = next((one for one in suspects if one.severity == "error"), None)
     fix = first.fix if first is not None else "eyas serve --trace, one long prompt, then eyas check --trace"
     finding = Finding(
@@ -153,7 +162,7 @@ def check_acceptance(
     return Check(name, "fail" if far else "pass", words, [finding], facts)
 
 
-def _apart(served: Acceptance, promise: Promise, steps: int | None) -> bool:
+def _apart(served: Acceptance, promise: Promise, promised: float, steps: int | None) -> bool:
     """Whether the difference is more than noise, by the variance of an accepted count under the promised survival."""
     if served.rounds is None:
         return True
@@ -161,4 +170,4 @@ def _apart(served: Acceptance, promise: Promise, steps: int | None) -> bool:
     mean = sum(shares)
     square = sum((2 * index + 1) * share for index, share in enumerate(shares))
     error = math.sqrt(max(square - mean * mean, 1e-9) / served.rounds)
-    return (mean - (served.accept_length - 1)) / error >= SIGNIFICANT
+    return (promised - served.accept_length) / error >= SIGNIFICANT
