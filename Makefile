@@ -44,8 +44,8 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks shipping
+	$(BIN)/ruff format --check src tests benchmarks shipping
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 

@@ -57,7 +57,7 @@ def capture(
     manifest = read_manifest(responses, "responses")
     lines = check_file(responses, RESPONSES, manifest)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
-    check_target(loaded, manifest, responses)
+    check_target(loaded, manifest.facts, responses)
     boundaries = boundaries_of(settings, loaded)
     sources, skipped = survey(lines, settings)
     if not sources:
@@ -105,14 +105,14 @@ def chosen_precision(settings: CaptureSettings) -> str:
     return str(chosen).removeprefix("torch.")
 
 
-def check_target(target: Target, manifest: Manifest, responses: Path) -> None:
-    """Raise InputError unless `target` wrote these responses."""
-    theirs: JSON = manifest.facts["target"]
+def check_target(target: Target, facts: JSON, responses: Path) -> None:
+    """Raise InputError unless `target` wrote the responses of these facts."""
+    theirs: JSON = facts["target"]
     advice = f"use the responses' own target ({theirs['name']}), or answer the prompts again with this one"
     for name, ours, wrote, code in (
         ("target weights_hash", target.identity.weights_hash, theirs["weights_hash"], "target_revision"),
-        ("tokenizer_hash", target.tokenizer_hash, manifest.facts["tokenizer_hash"], "tokenizer_mismatch"),
-        ("template_hash", target.template_hash, manifest.facts["template_hash"], "template_mismatch"),
+        ("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], "tokenizer_mismatch"),
+        ("template_hash", target.template_hash, facts["template_hash"], "template_mismatch"),
     ):
         check_same(name, ours, wrote, responses, advice, code)
 

@@ -28,7 +28,7 @@ class TargetSamples:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, target: Target, settings: CaptureSettings) -> None:
-        check_target(target, manifest, folder)
+        check_target(target, manifest.facts, folder)
         self.target, self.settings = target, settings
         self.boundaries = boundaries_of(settings, target)
         self.last_hidden_norm: NormState = "before"

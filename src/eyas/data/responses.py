@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -60,7 +60,7 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     lines = check_file(prompts, PROMPTS, read_manifest(prompts, "prompts"))
     conversations = read_conversations(lines)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
-    facts = template_facts(loaded.tokenizer)
+    facts = answer_facts(loaded, settings)
     skipped = _answer_all(stage, conversations, loaded, settings)
     answered = sum(len(c.turns) for c in conversations) - skipped.total()
     left_out = "".join(f"; {count} skipped: {reason}" for reason, count in sorted(skipped.items()))
@@ -75,18 +75,28 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     return stage.finish(
         files={RESPONSES: hash_file(out / RESPONSES)},
         facts={
-            "target": loaded.identity.model_dump(),
-            "tokenizer_hash": loaded.tokenizer_hash,
-            "template_hash": loaded.template_hash,
-            "stop_ids": list(loaded.stop_ids),
-            "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed},
-            "greedy": settings.temperature == 0.0,
+            **facts,
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            **asdict(facts),
-            "counts": _counts(out / RESPONSES),
+            "counts": count_lines(read_responses(out / RESPONSES)),
             "skipped": dict(skipped),
         },
     )
+
+
+def answer_facts(target: Target, settings: RespondSettings) -> JSON:
+    """What holds for every answer that `target` gives under these settings.
+
+    Raises InputError for a target without a chat template.
+    """
+    return {
+        "target": target.identity.model_dump(),
+        "tokenizer_hash": target.tokenizer_hash,
+        "template_hash": target.template_hash,
+        "stop_ids": list(target.stop_ids),
+        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed},
+        "greedy": settings.temperature == 0.0,
+        **asdict(template_facts(target.tokenizer)),
+    }
 
 
 def _precision(stage: Stage, settings: RespondSettings) -> torch.dtype:
@@ -185,18 +195,23 @@ def _answer_all(
 
 
 def _write(file: IO[str], answer: Answer, conversation: Conversation) -> None:
-    request = answer.request
-    line = {
-        "id": request.key,
-        "prompt_id": conversation.id,
-        "turn": conversation.answered,
-        "split": conversation.split,
-        "input_ids": request.ids + answer.ids,
-        "prompt_tokens": len(request.ids),
-        "finish": answer.finish,
-    }
+    ids, prompt = answer.request.ids + answer.ids, len(answer.request.ids)
+    line = response_line(conversation.id, conversation.answered, conversation.split, ids, prompt, answer.finish)
     file.write(json.dumps(line) + "\n")
     file.flush()
+
+
+def response_line(prompt_id: str, turn: int, split: str, ids: list[int], prompt_tokens: int, finish: str) -> JSON:
+    """A line of responses.jsonl, its keys in their order."""
+    return {
+        "id": f"{prompt_id}/{turn}",
+        "prompt_id": prompt_id,
+        "turn": turn,
+        "split": split,
+        "input_ids": ids,
+        "prompt_tokens": prompt_tokens,
+        "finish": finish,
+    }
 
 
 def _as_message(target: Target, answer_ids: list[int]) -> Message:
@@ -245,10 +260,15 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(position)
 
 
-def read_responses(path: Path) -> Iterator[JSON]:
-    """The lines of a responses.jsonl, one at a time. Raises InputError with the line's number for a bad one."""
+def read_responses(path: Path, *, unfinished: bool = False) -> Iterator[JSON]:
+    """The lines of a responses.jsonl, one at a time. Raises InputError with the line's number for a bad one.
+
+    `unfinished`: a last line without its end is what a kill left, and no line.
+    """
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
+            if unfinished and not text.endswith("\n"):
+                return
             try:
                 line = json.loads(text)
                 ids, prompt = line["input_ids"], line["prompt_tokens"]
@@ -271,9 +291,10 @@ def _bad_response(path: Path, number: int, got: str) -> InputError:
     )
 
 
-def _counts(path: Path) -> dict[str, int]:
+def count_lines(lines: Iterable[JSON]) -> dict[str, int]:
+    """Answers and their tokens, in all, by how they ended and by split."""
     counts: Counter[str] = Counter(samples=0, tokens=0, answer_tokens=0, stop=0, length=0, train=0, heldout=0)
-    for line in read_responses(path):
+    for line in lines:
         tokens = len(line["input_ids"])
         counts.update({"samples": 1, "tokens": tokens, "answer_tokens": tokens - line["prompt_tokens"]})
         counts.update({line["finish"]: 1, line["split"]: 1})
