@@ -11,6 +11,7 @@ from typing import Any
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import Engine, parse_engine
+from eyas.formats.methods import METHODS
 from eyas.formats.taps import IDS_KEY, ids_for
 
 JSON = dict[str, Any]
@@ -95,6 +96,7 @@ def _wiring_keys(config: DraftConfig) -> JSON:
         "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual,
         **({"bias": True} if config.fc_bias else {}),
+        **dict.fromkeys(METHODS[config.method].mask_keys, config.mask_token_id),
         **_window_keys(config),
     }
 

@@ -9,13 +9,18 @@ from typing import Any
 from eyas.formats.config_json import to_json
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import parse_engine, releases
+from eyas.formats.methods import PEAGLE_CLASSES, mask_token_of, method_of
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, captures
 
 Config = Mapping[str, Any]
 
 SHARED_CLASSES = frozenset({"LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"})
-VLLM_CLASSES = frozenset({"Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3DeepseekV3ForCausalLM"})
+VLLM_CLASSES = PEAGLE_CLASSES | {
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3DeepseekV3ForCausalLM",
+}
 
 
 def layer_of(raw: Config) -> Config:
@@ -28,6 +33,11 @@ def architectures(raw: Config) -> list[str]:
     """The class names of a config.json."""
     names = raw.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def residual_default(raw: Config, name: str) -> bool:
+    """norm_before_residual where a file of format `name` lacks the key (vLLM's readers of speculators': by method)."""
+    return name == "speculators" and method_of(raw) == "eagle3"
 
 
 CODE_OF_KEY = {
@@ -100,7 +110,7 @@ def tap_disagreements(raw: Config, config: DraftConfig) -> list[Problem]:
 
 def foreign_problems(raw: Config, name: str) -> list[Problem]:
     """What is wrong or risky in a config.json that Eyas did not write; `name` is its format."""
-    return [*_id_problems(raw), *_key_problems(raw), *_wiring_problems(raw, name)]
+    return [*_id_problems(raw), *_key_problems(raw), *_wiring_problems(raw, name), *_method_problems(raw)]
 
 
 def _id_problems(raw: Config) -> list[Problem]:
@@ -153,7 +163,7 @@ def _wiring_problems(raw: Config, name: str) -> list[Problem]:
         expected = f"one of {', '.join(sorted(SHARED_CLASSES))}, known to SGLang and vLLM"
         fix = "eyas export writes the name both know"
         problems.append(_problem("architecture_unknown", "architectures", expected, str(sorted(names)), fix, milder))
-    if raw.get("norm_before_residual", name == "speculators") is True:
+    if raw.get("norm_before_residual", residual_default(raw, name)) is True:
         found = "true" + ("" if "norm_before_residual" in raw else " (the default of the speculators format)")
         fix = "serve with vLLM, or train without it"
         problems.append(_problem("residual_norm", "norm_before_residual", "false, for SGLang", found, fix, "warning"))
@@ -166,6 +176,19 @@ def _wiring_problems(raw: Config, name: str) -> list[Problem]:
         expected = "a window that every engine applies"
         fix = "--speculative-draft-window-size in SGLang; layer_types names it for vLLM"
         problems.append(_problem("sliding_window", "sliding_window", expected, found, fix, "warning"))
+    return problems
+
+
+def _method_problems(raw: Config) -> list[Problem]:
+    if method_of(raw) != "peagle":
+        return []
+    found = "P-EAGLE, whose tokens are drafted in one forward: SGLang has no such method"
+    fix = 'serve with vLLM, --speculative-config {"method": "eagle3", "parallel_drafting": true, ...}'
+    problems = [_problem("algorithm_mismatch", "method", "EAGLE-3, for SGLang", found, fix, "warning")]
+    if mask_token_of(raw) is None:
+        found = "absent: vLLM stops at start"
+        fix = "write the id that the draft was trained with"
+        problems.append(_problem("config_key_missing", "mask_token_id", "the key", found, fix, "error"))
     return problems
 
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from eyas.errors import InputError
 from eyas.formats import taps
+from eyas.formats.methods import MethodName
 
 
 class TargetIdentity(BaseModel):
@@ -49,9 +50,14 @@ LATENT_KEYS = tuple(LatentShape.model_fields)
 
 
 class DraftConfig(BaseModel):
-    """An EAGLE-3 draft's shape and wiring. Boundaries are the only layer numbering (docs/words.md)."""
+    """A draft's shape and wiring. Boundaries are the only layer numbering (docs/words.md)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: MethodName = "eagle3"
+    """How tokens are drafted: one after another, or all of a chain in one forward (P-EAGLE)."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token id that stands for tokens not known yet; none for any other method."""
 
     boundaries: tuple[int, ...]
     """The taps: sorted, unique boundaries of the target whose states feed `fc`, concatenated in this order."""
@@ -118,7 +124,26 @@ class DraftConfig(BaseModel):
             )
         if self.latent is not None:
             self._check_latent(self.latent)
+        self._check_method()
         return self
+
+    def _check_method(self) -> None:
+        """A placeholder's id exactly where there is one to place; nothing for a next step where there is none."""
+        parallel, token = self.method == "peagle", self.mask_token_id
+        if parallel != (token is not None) or not 0 <= (token or 0) < self.vocab_size:
+            raise InputError(
+                wanted=f"mask_token_id, a token of the target's {self.vocab_size}, with method peagle and no other",
+                got=f"method {self.method}, mask_token_id {token}",
+                where="draft config: mask_token_id",
+                next="write the id that the draft was trained with",
+            )
+        if parallel and self.norm_output:
+            raise InputError(
+                wanted="norm_output with a method that feeds states back",
+                got="method peagle, whose tokens are drafted in one forward",
+                where="draft config: norm_output",
+                next="leave norm_output out: it changes nothing there",
+            )
 
     def _check_heads(self) -> None:
         """What transformers, and so every engine that reads the file with it, refuses of a Llama block."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from eyas.formats.draft_config import DraftConfig, LatentShape
+from eyas.formats.methods import METHODS
 from eyas.formats.problem import Problem
 
 Shape = tuple[int, ...]
@@ -92,6 +93,7 @@ def expected_tensors(config: DraftConfig) -> dict[str, Shape]:
         shapes |= {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(taps)}
     for layer in range(config.num_hidden_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
+    shapes |= dict.fromkeys(METHODS[config.method].tensors, (1, 1, config.taps_width))
     shapes |= {"norm.weight": (hidden,), "lm_head.weight": (config.draft_vocab_size, hidden)}
     if config.own_embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden)

@@ -21,9 +21,11 @@ from eyas.formats.config_problems import (
     foreign_problems,
     key_disagreements,
     layer_of,
+    residual_default,
     tap_disagreements,
 )
 from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, TargetIdentity
+from eyas.formats.methods import PEAGLE_CLASSES, MethodName, mask_token_of, method_of
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, default_boundaries
 from eyas.formats.targets import FIRST_ID_RULE
@@ -32,7 +34,8 @@ FORMAT = 1
 
 DRAFT_KEYS = frozenset({"eyas", "speculators_model_type", "eagle_config", IDS_KEY, "draft_vocab_size"})
 MLA_CLASSES = frozenset({"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"})
-SPECULATORS_CLASSES = frozenset({"Eagle3Speculator", "Eagle3DraftModel"})
+QWEN3_CLASSES = frozenset({"Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM"})
+SPECULATORS_CLASSES = frozenset({"Eagle3Speculator", "Eagle3DraftModel", "PEagleSpeculator"})
 MODELOPT_KEYS = frozenset({"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"})
 
 
@@ -48,6 +51,7 @@ class DraftFile:
     ids_ambiguous: bool
     target_type: str | None
     target_layers: int | None
+    method: MethodName = "eagle3"
     config: DraftConfig | None = None
     target: TargetIdentity | None = None
     problems: tuple[Problem, ...] = field(default=())
@@ -79,7 +83,7 @@ def format_of(raw: Config) -> str:
         return "modelopt"  # its recipes override a few keys of a default
     if "Eagle3LlamaForCausalLM" in names and {"target_model_type", "modal_type"} & raw.keys():
         return "angelslim"
-    if names & SHARED_CLASSES:
+    if names & (SHARED_CLASSES | PEAGLE_CLASSES):
         return "specforge"
     if names & VLLM_CLASSES:
         return "vllm"
@@ -115,6 +119,7 @@ def _read_eyas(raw: Config) -> DraftFile:
         ids_ambiguous=False,
         target_type=config.target_model_type,
         target_layers=config.target_num_hidden_layers,
+        method=config.method,
         config=config,
         target=target,
         problems=(*key_disagreements(raw, config), *tap_disagreements(raw, config)),
@@ -139,7 +144,9 @@ def _read_foreign(raw: Config, target: TargetIdentity | None) -> DraftFile:
             )
         )
     config = None if boundaries is None or target is None else _draft_config(raw, boundaries, target)
-    return DraftFile(name, keys, boundaries, source, ambiguous, target_type, layers, config, target, tuple(problems))
+    return DraftFile(
+        name, keys, boundaries, source, ambiguous, target_type, layers, method_of(raw), config, target, tuple(problems)
+    )
 
 
 def _target_type(raw: Config) -> str | None:
@@ -186,7 +193,7 @@ def _block(raw: Config, layer: Config) -> str:
     """The block a config.json names by its class; an MLA layer by its keys too (speculators, a target's class name)."""
     if MLA_CLASSES & set(architectures(raw)) or type(layer.get("kv_lora_rank")) is int:
         return "mla"
-    return "qwen3" if "Eagle3Qwen3ForCausalLM" in architectures(raw) else "llama"
+    return "qwen3" if QWEN3_CLASSES & set(architectures(raw)) else "llama"
 
 
 def _draft_config(raw: Config, boundaries: tuple[int, ...], target: TargetIdentity) -> DraftConfig | None:
@@ -205,10 +212,12 @@ def _draft_config(raw: Config, boundaries: tuple[int, ...], target: TargetIdenti
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size,
         "rope_theta": rope.get("rope_theta", 10_000.0),
-        "norm_before_residual": raw.get("norm_before_residual", format_of(raw) == "speculators"),
+        "norm_before_residual": raw.get("norm_before_residual", residual_default(raw, format_of(raw))),
         "norm_before_fc": bool(eagle.get("norm_before_fc") or raw.get("norm_before_fc")),
         "fc_norm": bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
-        "norm_output": bool(raw.get("norm_output")),
+        "norm_output": bool(raw.get("norm_output")) and method_of(raw) == "eagle3",  # else nothing is fed back
+        "method": method_of(raw),
+        "mask_token_id": mask_token_of(raw),
         "rope_scaling": scaling if scaling.get("rope_type", scaling.get("type")) not in (None, "default") else None,
         "fc_bias": bool(raw.get("bias")),
         "block": _block(raw, layer),
