@@ -11,8 +11,9 @@ from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig, TargetIdentity
 from eyas.models.checkpoint import draft_tensors, load_draft, make_info, save_draft
 from eyas.models.draft import Draft
+from eyas.models.draft import make_draft as new_module
 from eyas.wiring.parity import ttt_equals_incremental
-from test_loss import CONFIG, DRAFT_VOCAB, HIDDEN, LATENT, MLA, OPTIONS, VOCAB, make_draft
+from test_loss import CONFIG, DRAFT_VOCAB, HIDDEN, LATENT, MLA, OPTIONS, PEAGLE, VOCAB, make_draft
 
 TARGET = TargetIdentity(
     name="tiny", weights_hash="0", model_type="llama", num_hidden_layers=4, hidden_size=HIDDEN, vocab_size=VOCAB
@@ -58,10 +59,12 @@ def test_a_lower_precision_does_not_round_the_rotary_frequencies() -> None:
     assert draft.fc.weight.dtype == torch.bfloat16 and torch.equal(draft.rotary.inv_freq, wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"own_embedding": True}, {"draft_vocab_size": VOCAB}])
+@pytest.mark.parametrize(
+    "options", [{}, {"fc_norm": True}, {"own_embedding": True}, {"draft_vocab_size": VOCAB}, PEAGLE]
+)
 def test_a_saved_draft_loads_back_bit_for_bit(tmp_path: Path, options: dict[str, object]) -> None:
     torch.manual_seed(0)
-    draft = Draft(CONFIG.model_copy(update=options)) if options else make_draft()
+    draft = new_module(CONFIG.model_copy(update=options)) if options else make_draft()
     if draft.config.reduced_vocabulary and options:
         made = make_draft()
         draft.d2t, draft.t2d = made.d2t, made.t2d

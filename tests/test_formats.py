@@ -25,7 +25,7 @@ from eyas.formats.names import (
 from eyas.formats.read_config import read_config
 from eyas.formats.taps import IDS_KEY
 from eyas.models.checkpoint import draft_tensors
-from eyas.models.draft import Draft
+from eyas.models.draft import make_draft
 from eyas.wiring.findings import CODES, Finding, findings_page
 
 TARGET = TargetIdentity(
@@ -64,13 +64,14 @@ OPTIONS = [
     {"boundaries": (0, 3, 5, 8), "head_dim": 32},
     MLA,
     {**MLA, "num_hidden_layers": 2, "sliding_window": 9},
+    {"method": "peagle", "mask_token_id": 0, "num_hidden_layers": 2},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_expected_tensors_are_those_of_the_module(options):
     config = draft_config(**options)
-    module = {name: tuple(tensor.shape) for name, tensor in draft_tensors(Draft(config)).items()}
+    module = {name: tuple(tensor.shape) for name, tensor in draft_tensors(make_draft(config)).items()}
     assert expected_tensors(config) == module
 
 

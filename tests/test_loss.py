@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eyas.formats.draft_config import DraftConfig, LatentShape
 from eyas.models.draft import Draft
+from eyas.models.draft import make_draft as new_module
 from eyas.models.vocab import build_vocab, draft_ids
 from eyas.training.loss import Batch, ttt_loss, unroll
 from eyas.training.rows import supervise
@@ -32,6 +33,7 @@ CONFIG = DraftConfig(
 )
 LATENT = LatentShape(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 MLA = {"block": "mla", "latent": LATENT, "num_key_value_heads": 4, "head_dim": 4}
+PEAGLE = {"method": "peagle", "mask_token_id": 7}
 OPTIONS = [
     {},
     {"fc_norm": True},
@@ -40,6 +42,9 @@ OPTIONS = [
     {"block": "qwen3"},
     {"rope_theta": 500.0},
     MLA,
+    PEAGLE,
+    {**PEAGLE, **MLA, "fc_norm": True},
+    {**PEAGLE, "block": "qwen3", "norm_before_residual": True, "norm_before_fc": True},
 ]
 
 
@@ -55,7 +60,7 @@ class SliceTeacher:
 
 def make_draft(seed: int = 0, **options: object) -> Draft:
     torch.manual_seed(seed)
-    draft = Draft(CONFIG.model_copy(update=options))
+    draft = new_module(CONFIG.model_copy(update=options))
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.is_meta:
@@ -133,9 +138,12 @@ def test_the_loss_and_its_gradient_equal_the_oracles_over_packed_documents(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     seed=st.integers(0, 10_000),
     steps=st.integers(1, 4),
+    options=st.sampled_from([{}, PEAGLE]),
 )
-def test_every_supervised_row_sees_what_the_oracle_sees(lengths: list[int], seed: int, steps: int) -> None:
-    draft = make_draft()
+def test_every_supervised_row_sees_what_the_oracle_sees(
+    lengths: list[int], seed: int, steps: int, options: dict[str, object]
+) -> None:
+    draft = make_draft(**options)
     documents = make_documents(lengths, seed)
     batch = pack(documents, steps)
     with torch.no_grad():

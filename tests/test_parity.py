@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from eyas.models.draft import Draft
 from eyas.wiring.parity import ttt_equals_incremental
-from test_loss import HIDDEN, LATENT, MLA, VOCAB, make_draft
+from test_loss import HIDDEN, LATENT, MLA, PEAGLE, VOCAB, make_draft
 
 flags = st.fixed_dictionaries(
     {
@@ -21,7 +21,7 @@ flags = st.fixed_dictionaries(
         "num_hidden_layers": st.integers(1, 3),
         "sliding_window": st.sampled_from([None, 3, 6]),
         "norms": st.sampled_from([(False, False), (True, False), (False, True)]),
-        "norm_output": st.booleans(),
+        "feedback": st.sampled_from([{}, {"norm_output": True}, PEAGLE]),
         "norm_before_residual": st.booleans(),
         "attention_bias": st.booleans(),
         "fc_bias": st.booleans(),
@@ -40,6 +40,7 @@ YARN = {
 @given(flags)
 def test_any_combination_of_options_trains_what_it_decodes(options: dict[str, object]) -> None:
     fc_norm, norm_before_fc = options.pop("norms")  # type: ignore[misc]
+    options |= options.pop("feedback")  # type: ignore[operator]
     if options["block"] == "mla":
         options |= {**MLA, "attention_bias": False, "rope_scaling": YARN}
     torch.manual_seed(0)

@@ -129,6 +129,8 @@ class Oracle:
                 if self.config.norm_output:
                     state = rms(hidden, self.weights["norm.weight"], self.config.rms_norm_eps)
                 token, position = ids[row + 1 + step], row + step
+                if self.config.method == "peagle":
+                    state, token = self.fuse(self.weights["mask_hidden"][0, 0]), self.config.mask_token_id
                 seen = [*seen, self.key_value(state, token, position)]
                 hidden = self.step(state, token, position, seen)
                 out[row, step] = self.logits(hidden)

@@ -19,7 +19,7 @@ from eyas.formats.draft_config import DraftConfig, TargetIdentity
 from eyas.formats.headers import INDEX, read_headers
 from eyas.formats.names import canonical_name, expected_tensors, twin
 from eyas.formats.target_config import read_json
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, make_draft
 from eyas.models.foreign import NamedTarget, read_foreign
 from eyas.models.vocab import check_vocab
 from eyas.run import is_complete, read_manifest, versions, write_atomic
@@ -99,7 +99,7 @@ def load_draft(
         info = read_info(folder)
         tensors = canonical_tensors(_read_tensors(folder))
     with torch.random.fork_rng(devices=[]):  # building a module draws numbers: not the caller's
-        draft = Draft(info.draft)
+        draft = make_draft(info.draft)
     _check_tensors(draft_tensors(draft), tensors, folder / WEIGHTS)
     if info.draft.reduced_vocabulary:
         check_vocab(tensors["d2t"], tensors["t2d"], info.draft.vocab_size, where=f"{folder / WEIGHTS}: d2t, t2d")

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft, whole: what is computed from taps and a token to the next token's logits.
+"""The draft, whole: what is computed from taps and a token to the next token's logits.
 
 Source: EAGLE-3 (arXiv 2503.01840); SGLang 0.5.23 models/llama_eagle3.py and vLLM 0.33 llama_eagle3.py for the names and
-the options; EAGLE-3.1 (arXiv 2605.09992) for `fc_norm` and `norm_output`.
+the options; EAGLE-3.1 (arXiv 2605.09992) for `fc_norm` and `norm_output`; P-EAGLE (formats/methods.py).
 
 Shapes: B batch, T rows, A width of the concatenated taps, H hidden, D draft vocabulary, V target vocabulary.
 """
@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
+from eyas.formats.methods import MethodName
 from eyas.models.attention import Attend, Rope, attention, rope_parameters
 
 
@@ -166,6 +167,10 @@ class Draft(nn.Module):
         """What the next step is fed: h, or norm(h) under `norm_output`."""
         return self.norm(hidden_BTH) if self.config.norm_output else hidden_BTH
 
+    def fed(self, hidden_BTH: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """State and ids that a chain's next rows are fed, given h of these and the tokens that follow."""
+        return self.feedback(hidden_BTH), ids_BT
+
     def logits(self, hidden_BTH: Tensor) -> Tensor:
         """Draft-vocabulary logits [B, T, D] of a step's h."""
         return self.lm_head(self.norm(hidden_BTH))
@@ -173,3 +178,33 @@ class Draft(nn.Module):
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids to the target's."""
         return draft_ids + self.d2t[draft_ids]
+
+
+class ParallelDraft(Draft):
+    """P-EAGLE: rows of tokens that are not known yet are fed placeholders in place of id and taps, so that all of a
+    chain is drafted in one forward. Row t + s of a chain predicts token t + 2 + s from taps up to t alone.
+
+    `mask_hidden` [1, 1, A] starts as noise of unit size (speculators 0.9.0 models/peagle/core.py).
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        assert config.mask_token_id is not None, "the config's own check"
+        self.mask_token_id = config.mask_token_id
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.taps_width))
+
+    def mask_state(self) -> Tensor:
+        """The state [1, 1, H] that stands for taps not known yet."""
+        return self.fuse(self.mask_hidden)
+
+    def fed(self, hidden_BTH: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Placeholders: nothing of this step is known to the next."""
+        return self.mask_state().expand_as(hidden_BTH), torch.full_like(ids_BT, self.mask_token_id)
+
+
+MODULES: dict[MethodName, type[Draft]] = {"eagle3": Draft, "peagle": ParallelDraft}
+
+
+def make_draft(config: DraftConfig) -> Draft:
+    """A new module of the config's method, its weights drawn anew."""
+    return MODULES[config.method](config)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.formats.methods import MASK_HIDDEN
 from eyas.formats.names import canonical_name, twin
 from eyas.formats.read_config import DraftFile, read_config
 from eyas.formats.target_config import layer_prefix, read_json, text_config
@@ -164,6 +165,7 @@ def _shown(config: DraftConfig, found: dict[str, Tensor], target: NamedTarget) -
     return {
         "num_hidden_layers": len(layers) or config.num_hidden_layers,
         "block": block_of(found),
+        "method": "peagle" if MASK_HIDDEN in found else config.method,
         "fc_norm": "fc_norm.0.weight" in found,
         "norm_before_fc": "input_norm.weight" in found,
         "fc_bias": "fc.bias" in found,

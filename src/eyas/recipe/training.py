@@ -5,13 +5,20 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from eyas.formats.engines import parse_engine
+from eyas.formats.methods import MethodName
 from eyas.recipe.data import Precision, parts_of
 from eyas.settings import Section
 
 
 class DraftSettings(Section):
-    """The draft's shape; what is none comes from the target."""
+    """The draft's method and shape; what is none comes from the target."""
 
+    method: MethodName = "eagle3"
+    """How tokens are drafted: `eagle3`, one forward each, or `peagle` (P-EAGLE), a whole chain in one forward. SGLang
+    has no `peagle`."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Method peagle: the token id that stands for tokens not known yet; none means the tokenizer's mask token, else one
+    that no text holds."""
     vocab_size: int = Field(default=8192, ge=1)
     """Draft vocabulary: the answers' most frequent tokens. The target's size means no reduction."""
     fc_norm: bool = True
@@ -55,7 +62,7 @@ class TrainSettings(Section):
     epochs: float = Field(default=3.0, gt=0)
     """Passes over the captured samples."""
     ttt_length: int = Field(default=3, ge=1)
-    """Unrolled steps of training-time test; serve no longer chain than this."""
+    """Unrolled steps of training-time test (method peagle: tokens of a chain); serve no longer chain than this."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak, after warm-up."""
     warmup: float = Field(default=0.05, ge=0, lt=1)

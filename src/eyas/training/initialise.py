@@ -13,7 +13,7 @@ from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, LatentShape
 from eyas.models.attention import GroupedAttention, LatentAttention
-from eyas.models.draft import Draft, Layer
+from eyas.models.draft import Draft, Layer, make_draft
 from eyas.models.target import Target
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
@@ -29,6 +29,7 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
     vocab_size = min(settings.vocab_size, target.vocab_size)
     if vocab_size < settings.vocab_size:
         say(f"draft.vocab_size = {settings.vocab_size} exceeds the target's vocabulary: {vocab_size}, nothing reduced")
+    parallel = settings.method == "peagle"
     theta, scaling = _rope(config)
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -38,6 +39,8 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
     elif (own := _own_latent(config)) is not None:
         head_dim = own.v_head_dim  # the target's head_dim is its rotated part only
     return DraftConfig(
+        method=settings.method,
+        mask_token_id=mask_token(target) if parallel and settings.mask_token_id is None else settings.mask_token_id,
         boundaries=tuple(boundaries),
         target_num_hidden_layers=target.num_hidden_layers,
         target_hidden_size=target.hidden_size,
@@ -62,6 +65,19 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
         norm_before_residual=settings.norm_before_residual,
         sliding_window=settings.sliding_window,
     )
+
+
+def mask_token(target: Target) -> int:
+    """The id that stands for a token not known yet: the tokenizer's mask token, else an embedding that no token has,
+    else the last special token that neither begins nor ends a text, else a stop token (speculators 0.9.0
+    train/utils.py, but for the third)."""
+    tokenizer = target.tokenizer
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < target.vocab_size:
+        return len(tokenizer)
+    special = set(tokenizer.all_special_ids) - {*target.stop_ids, tokenizer.bos_token_id}
+    return max(special or target.stop_ids)
 
 
 DEEPSEEK_V3 = LatentShape(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -149,7 +165,7 @@ def new_draft(target: Target, config: DraftConfig, counts_V: Tensor, initialise:
     """A draft ready to train, from `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        draft = Draft(config)
+        draft = make_draft(config)
         draft.d2t, draft.t2d = build_vocab(counts_V, config.draft_vocab_size, special_ids(target, counts_V))
         draft.share_embedding(target.embedding)
         draft.to(target.embedding.device)

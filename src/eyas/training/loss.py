@@ -7,7 +7,7 @@ Shapes: T packed rows, A width of the taps, H hidden, R[s] rows supervised at st
 D draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.formats.methods import MethodName
 from eyas.models.draft import Draft
 from eyas.training.attention import TTTAttention
 from eyas.training.objectives import Objective, soft_cross_entropy
+from eyas.training.parallel import unroll_parallel
 from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher
 
@@ -70,12 +72,21 @@ class Sums:
         return (self.hits / self.rows.clamp(min=1)).tolist()
 
 
+Unroll = Callable[[Any, Tensor, Tensor, Rows, int], list[Tensor]]
+"""(draft, taps [T, A], ids [T], rows, pace) to h of the supervised rows at every step, [R[s], H], before the norm."""
+
+
 def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int = 1) -> list[Tensor]:
-    """h of the supervised rows at every step, [R[s], H], before the norm: true tokens, the draft's own states.
+    """h of the supervised rows at every step, [R[s], H], before the norm, as the draft's method makes them.
 
     Prompt rows take part in step 0 with their keys and values only. `pace`: rotary positions that a step moves on; any
     but 1 is a wiring fault, unrolled to be told from the right one (wiring/hypotheses).
     """
+    return UNROLLS[draft.config.method](draft, taps_TA, ids_T, rows, pace)
+
+
+def unroll_steps(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int) -> list[Tensor]:
+    """One forward a step: true tokens, the draft's own states."""
     attention = TTTAttention(rows, draft.config.sliding_window)
     # What follows a document's last row is never attended to. A single document's ids may go on beyond its taps.
     following_T = torch.cat([ids_T[1:], ids_T[-1:]])[: len(taps_TA)]
@@ -90,6 +101,9 @@ def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int =
         hidden = draft(ids_T[index + 1 + step][None], state, rope, attention)
         unrolled.append(hidden[0])
     return unrolled
+
+
+UNROLLS: dict[MethodName, Unroll] = {"eagle3": unroll_steps, "peagle": unroll_parallel}
 
 
 def in_vocabulary(rows: Rows, argmax_T: Tensor, t2d: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 from eyas.data.shards import Sample
 from eyas.errors import InputError
 from eyas.models.checkpoint import chosen_step, has_info, load_draft
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, ParallelDraft
 from eyas.models.vocab import check_vocab
 from eyas.wiring.findings import Finding
 from eyas.wiring.given import NO_PROBE, Given
@@ -60,9 +60,13 @@ def parity_of(given: Given, draft: Draft, sample: Sample) -> float:
     """Of a streamed target only the rows of the embedding that the sample's tokens need are read."""
     ids_T, ends = sample.ids_T, given.ends()
     if ends is not None and not draft.config.own_embedding:
-        ids_K, ids_T = ids_T.unique(return_inverse=True)
+        placeholder = [draft.mask_token_id] if isinstance(draft, ParallelDraft) else []
+        ids_K, places = torch.cat([ids_T, ids_T.new_tensor(placeholder)]).unique(return_inverse=True)
         rows_KH = ends.embedding_rows(ids_K.tolist()).to(draft.fc.weight.dtype)
         draft.embed_tokens = nn.Embedding.from_pretrained(rows_KH)
+        ids_T = places[: len(ids_T)]
+        if isinstance(draft, ParallelDraft):
+            draft.mask_token_id = int(places[-1])
     return ttt_equals_incremental(draft, sample.taps_TA.float(), ids_T)
 
 

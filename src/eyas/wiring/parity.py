@@ -17,7 +17,8 @@ def ttt_equals_incremental(draft: Draft, taps_TA: Tensor, ids_T: Tensor, steps: 
     """Largest difference between the logits of the TTT forward and of cached decoding, over their largest value.
 
     Every row with `steps` true tokens to follow is compared at every step: decoding writes the rows before it from taps
-    one at a time, then feeds the chain its own states at the cache's end, which the next row overwrites.
+    one at a time, then feeds the chain its own states (P-EAGLE: placeholders) at the cache's end, which the next row
+    overwrites.
     """
     taps_TA = taps_TA.to(draft.fc.weight.dtype)
     ids_T = ids_T.to(torch.int64)
@@ -37,16 +38,19 @@ def _decode(draft: Draft, taps_TA: Tensor, ids_T: Tensor, compared: int, steps: 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return cache.attend(layer, query, key, value, window=draft.config.sliding_window)
 
-    def row(state_11H: Tensor, place: int) -> Tensor:
+    def row(state_11H: Tensor, following_11: Tensor, place: int) -> Tensor:
         cache.begin(place, 1, by_position=False)
-        return draft(ids_T[None, place + 1, None], state_11H, draft.rope(torch.tensor([[place]])), attend)
+        return draft(following_11, state_11H, draft.rope(torch.tensor([[place]])), attend)
+
+    def following(place: int) -> Tensor:
+        return ids_T[None, place + 1, None]
 
     logits_RSD = []
     for first in range(compared):
-        hidden = row(draft.fuse(taps_TA[None, first, None]), first)
+        hidden = row(draft.fuse(taps_TA[None, first, None]), following(first), first)
         chain = [draft.logits(hidden)[0, 0]]
         for step in range(1, steps):
-            hidden = row(draft.feedback(hidden), first + step)
+            hidden = row(*draft.fed(hidden, following(first + step)), first + step)
             chain.append(draft.logits(hidden)[0, 0])
         logits_RSD.append(torch.stack(chain))
     return torch.stack(logits_RSD, dim=1)

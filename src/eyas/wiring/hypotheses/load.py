@@ -17,7 +17,7 @@ from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.names import expected_tensors
 from eyas.models.checkpoint import WEIGHTS, canonical_tensors, chosen_step, has_info, load_draft, read_info
-from eyas.models.draft import Draft, llama_config
+from eyas.models.draft import Draft, llama_config, make_draft
 from eyas.models.foreign import NamedTarget
 
 TABLES = frozenset({"d2t", "t2d"})
@@ -67,7 +67,7 @@ class Parts:
     def build(self, config: DraftConfig, embedding_VH: Tensor, head_DH: Tensor | None = None) -> Draft:
         """The draft under `config`, its tensors shared, not copied. Norms that are not stored start at ones."""
         with torch.device("meta"):
-            draft = Draft(config)
+            draft = make_draft(config)
         wanted = draft.state_dict().keys() - {"embed_tokens.weight"} - TABLES
         state = {name: self._norm(name, config) if name not in self.tensors else self.tensors[name] for name in wanted}
         if head_DH is not None:

@@ -94,14 +94,15 @@ def norms(facts: Facts) -> Iterator[Wiring]:
         f"norm_before_residual: {str(flip).lower()}" + (" (SGLang cannot serve it)" if flip else ""),
         config={"norm_before_residual": flip},
     )
-    flip = not config.norm_output
-    yield Wiring(
-        f"the next step fed {'norm(h)' if flip else 'h before the norm'}",
-        "feedback_norm",
-        f"norm_output: {str(flip).lower()}",
-        config={"norm_output": flip},
-        from_step=1,
-    )
+    if config.method == "eagle3":  # P-EAGLE feeds nothing back
+        flip = not config.norm_output
+        yield Wiring(
+            f"the next step fed {'norm(h)' if flip else 'h before the norm'}",
+            "feedback_norm",
+            f"norm_output: {str(flip).lower()}",
+            config={"norm_output": flip},
+            from_step=1,
+        )
     per_tap = {f"fc_norm.{index}.weight" for index in range(len(config.boundaries))} <= facts.stored
     whole = "input_norm.weight" in facts.stored
     readings = [("no norm before fc", False, False)]
