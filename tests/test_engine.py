@@ -17,7 +17,7 @@ from eyas.engine.tree import chain
 from eyas.engine.verify import Verdict, cut, walk
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, make_draft
 from eyas.models.target import Target, load_target
 from replay import ReplayProposer
 from tiny import save_tiny_target
@@ -49,7 +49,7 @@ def no_gradients() -> Iterator[None]:
 def random_draft(target: Target, **options: object) -> Draft:
     config = target.config
     torch.manual_seed(5)
-    draft = Draft(
+    draft = make_draft(
         DraftConfig(
             boundaries=(2, 4, 5),
             target_num_hidden_layers=target.num_hidden_layers,

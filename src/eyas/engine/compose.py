@@ -11,6 +11,7 @@ from eyas.engine.draft_forward import draft_forward
 from eyas.engine.forward import Forward
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import DraftProposer, Proposer, prepared
+from eyas.engine.proposers import draft_proposer
 from eyas.models.draft import Draft
 from eyas.settings import DraftingSettings
 
@@ -43,7 +44,7 @@ def compose(
     first, linears = None, []
     if draft is not None:
         runner = draft_forward(prepared(draft, forward.target, dtype), forward, int8)
-        first = DraftProposer(runner, drafting)
+        first = draft_proposer(runner, drafting)
         linears = first.settle(max(drafting.num_steps + 1, drafting.topk), kernels)
     second = NgramProposer(drafting.ngram) if drafting.ngram else None
     if drafting.adaptive or (first and second):

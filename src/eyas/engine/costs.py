@@ -13,6 +13,7 @@ from eyas.engine.draft_forward import draft_forward
 from eyas.engine.forward import Forward
 from eyas.engine.linear import fastest_kernels, install, uninstall
 from eyas.engine.propose import DraftProposer, prepared
+from eyas.engine.proposers import draft_proposer
 from eyas.engine.settle import layer_linears
 from eyas.engine.start import start
 from eyas.engine.tree import Tree, chain
@@ -50,7 +51,7 @@ def measure_costs(
     if facts.path == "plain" and not int8:
         for group in (layers, head):
             install(group, fastest_kernels(group, counts))
-    proposer = DraftProposer(draft_forward(prepared(draft, target), forward, draft_int8))
+    proposer = draft_proposer(draft_forward(prepared(draft, target), forward, draft_int8))
     drafting = proposer.settle(most)
     ids = torch.randint(target.vocab_size, (CONTEXT + most,), generator=torch.Generator().manual_seed(0)).tolist()
     forward.cache.reserve(CONTEXT + most)

@@ -46,8 +46,8 @@ class DraftForward(Protocol):
         """The state of rows that follow the draft's own."""
         ...
 
-    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
-        """h [1, 1, H] of the last of rows at positions start..., which follow everything before."""
+    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int, last: int = 1) -> Tensor:
+        """h [1, last, H] of the last of rows at positions start..., which follow everything before."""
         ...
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
@@ -88,9 +88,9 @@ class PlainDraft:
     def feedback(self, hidden_1RH: Tensor) -> Tensor:
         return self.draft.feedback(hidden_1RH)
 
-    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
+    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int, last: int = 1) -> Tensor:
         self.cache.begin(start, len(ids), by_position=False)
-        return self._forward(state_1RH, ids, range(start, start + len(ids)))[:, -1:]
+        return self._forward(state_1RH, ids, range(start, start + len(ids)))[:, -last:]
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
         self.cache.begin_tree(start, parents, len(ids))
@@ -139,10 +139,11 @@ class NativeDraft:
     def feedback(self, hidden_1RH: Tensor) -> Tensor:
         return self.decoder.norm(hidden_1RH) if self.draft.config.norm_output else hidden_1RH
 
-    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int) -> Tensor:
+    def chain(self, state_1RH: Tensor, ids: Sequence[int], start: int, last: int = 1) -> Tensor:
         self.positions = list(range(start, start + len(ids)))
         rows = [TextRows(self.cache, ids, start)]
-        return self.decoder.run(rows, state_1RH, prompt=len(ids) > PROMPT_ROWS, last_only=True).last[:, -1:]
+        prompt = len(ids) > PROMPT_ROWS
+        return self.decoder.run(rows, state_1RH, prompt=prompt, last_only=last == 1).last[:, -last:]
 
     def tree(self, state_1RH: Tensor, ids: Sequence[int], start: int, parents: Sequence[int]) -> Tensor:
         self.positions = [start + depth for depth in depths(parents)[-len(ids) :]]

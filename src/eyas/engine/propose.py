@@ -76,7 +76,7 @@ class DraftProposer:
         return self.forward.settle(most, kernels)
 
     def fork(self) -> "DraftProposer":
-        return DraftProposer(self.forward.fork(), self.drafting)
+        return type(self)(self.forward.fork(), self.drafting)
 
     def reserve(self, rows: int) -> None:
         self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))
@@ -95,14 +95,14 @@ class DraftProposer:
 
     def propose(self, num_steps: int) -> Tree:
         """Chain or tree, as target ids. Rows it writes are the draft's own guesses."""
-        self._write_told()
+        self._begin(num_steps)
         if self.drafting.topk == 1 and not self.drafting.stop_below:
             return chain(self._chain(num_steps))
         nodes = self.drafting.rows(num_steps) - 1
         return grow(self._expand, self.drafting.topk, num_steps, nodes, self.drafting.stop_below)
 
-    def _write_told(self) -> None:
-        """The last row's state is where the next chain or tree starts."""
+    def _begin(self, num_steps: int) -> None:
+        """Write the told rows. The last one's state is where the next chain or tree starts."""
         if self._told:
             taps_BRA = torch.cat([taps for taps, _ in self._told], dim=1)
             ids = [token for _, tokens in self._told for token in tokens]
@@ -125,7 +125,11 @@ class DraftProposer:
         if not frontier:
             self._parents, self._level = [], {}
         self._hidden_BFH = hidden_BFH
-        probabilities_FD = torch.softmax(self.forward.logits(hidden_BFH)[0].float(), dim=-1)
+        return self._likeliest(self.forward.logits(hidden_BFH)[0])
+
+    def _likeliest(self, logits_FD: Tensor) -> list[list[tuple[int, float]]]:
+        """The topk target ids of each row and their probabilities."""
+        probabilities_FD = torch.softmax(logits_FD.float(), dim=-1)
         likeliest = probabilities_FD.topk(min(self.drafting.topk, probabilities_FD.shape[-1]))
         ids, values = self.draft.target_ids(likeliest.indices).tolist(), likeliest.values.tolist()
         return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]

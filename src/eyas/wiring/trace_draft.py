@@ -20,7 +20,7 @@ from eyas.engine.cache import KVCache
 from eyas.errors import InputError
 from eyas.formats.trace import Record, Trace
 from eyas.models.checkpoint import chosen_step, has_info, read_info
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, ParallelDraft
 from eyas.models.target import Target
 from eyas.wiring.compare import OTHER, SAME, Traced, check_lines_of, check_trace, distance, finding_of
 from eyas.wiring.findings import Finding
@@ -105,13 +105,23 @@ def recomputed(trace: Trace, stages: PromptStages, draft: Draft) -> Iterator[tup
         return
     fed = trace_tensor(trace, stages.layer).float()
     ids, positions = stages.layer.ids, stages.layer.positions
-    if ids is not None and len(ids) == len(fused) == len(fed) and fused.shape[-1] == draft.config.hidden_size:
-        start = 0 if positions is None else positions[0]
-        yield "layer", forward(draft, fused, ids, start), fed
+    if ids is not None and len(ids) == len(fed) and fused.shape[-1] == draft.config.hidden_size:
+        start, states = 0 if positions is None else positions[0], states_of(draft, fused, len(ids))
+        if len(states) == len(ids):
+            yield "layer", forward(draft, states, ids, start), fed
     if stages.logits is not None and fed.shape[-1] == draft.config.hidden_size:
         last = fed[-1:]
         own = draft.lm_head(last if draft.config.norm_output else draft.norm(last))
         yield "logits", own, trace_tensor(trace, stages.logits).float()[-1:]
+
+
+def states_of(draft: Draft, fused_TH: Tensor, rows: int) -> Tensor:
+    """What a forward's rows were fed. A P-EAGLE proposer leaves the last row of a long prompt to the next forward, and
+    follows the last row with placeholders."""
+    if isinstance(draft, ParallelDraft):
+        masks = max(0, rows - len(fused_TH))
+        return torch.cat([fused_TH[:rows], draft.mask_state()[0].expand(masks, -1)])
+    return fused_TH
 
 
 def forward(draft: Draft, fused_TH: Tensor, ids: Sequence[int], start: int) -> Tensor:
