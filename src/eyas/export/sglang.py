@@ -3,6 +3,7 @@ as read."""
 
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.engines import Engine, parse_engine
+from eyas.formats.methods import METHODS
 from eyas.formats.yarn import unlike
 
 
@@ -11,7 +12,9 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
     engine = engine or parse_engine("sglang")
     mla = config.block == "mla"
     norms_since = "0.5.13" if mla else "0.5.12"
+    method = METHODS[config.method]
     reasons = [
+        (method.sglang is None, f"method = {config.method}: it has no {method.words}"),
         (config.norm_before_residual, "norm_before_residual: it always takes the residual before the norm"),
         (config.block == "qwen3", "block = qwen3: it has no draft class that norms queries and keys"),
         (mla and not engine.since("0.5.12"), "block = mla: 0.5.11 has no MLA draft"),

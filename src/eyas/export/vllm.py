@@ -12,6 +12,10 @@ def cannot(config: DraftConfig, engine: Engine | None = None) -> list[str]:
     reasons = [
         (config.fc_bias, "fc_bias: it drops fc.bias in silence"),
         (config.block == "mla" and not engine.since("0.32"), "block = mla: before 0.32 it rewrites the draft's rope"),
+        (
+            config.block == "mla" and config.method == "peagle",
+            "method = peagle: its MLA draft has no place for mask_hidden",
+        ),
         (config.block == "mla" and config.norm_before_fc, "norm_before_fc: its MLA draft has no input_norm"),
         (
             config.sliding_window is not None and config.block == "mla",

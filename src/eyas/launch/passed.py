@@ -146,7 +146,11 @@ SETTING = {
 
 def _contradiction(flag: str, got: str, ours: str, value: str, name: str) -> InputError:
     setting = SETTING.get(name)
-    always = "an EAGLE-3 draft is never started with another algorithm" if name in ("algorithm", "method") else None
+    always = (
+        "an EAGLE-3 draft is never started with another algorithm"
+        if name in ("algorithm", "method", "parallel_drafting")
+        else None
+    )
     return InputError(
         wanted=f"{ours} {value}".strip() + (f": {always}" if always else ""),
         got=f"{flag} {got}".strip(),

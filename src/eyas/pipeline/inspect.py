@@ -206,6 +206,7 @@ def _draft(path: Path, raw: JSON, headers: dict[str, TensorHeader] | None) -> JS
         "kind": "draft",
         "path": str(path),
         "format": file.format,
+        "method": file.method,
         "architectures": raw.get("architectures"),
         "boundaries": None if file.boundaries is None else list(file.boundaries),
         "ids_ambiguous": file.ids_ambiguous,

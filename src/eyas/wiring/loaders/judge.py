@@ -4,8 +4,10 @@ Sources beside those of `view` and `parameters`, as read: SGLang 0.5.23 configs/
 `set_embed`, speculative/eagle_utils.py; vLLM 0.20 to 0.33 config/speculative.py (contexts, method by path name).
 """
 
+import json
 from collections.abc import Callable, Iterator
 
+from eyas.formats.methods import METHODS
 from eyas.formats.problem import Problem
 from eyas.wiring.loaders.case import Case
 from eyas.wiring.loaders.rope_rules import latent_problems, rope_problems
@@ -97,7 +99,17 @@ def draft_context(view: View) -> int | None:
     return int(length * factor) if scaled else length
 
 
+def method_problems(case: Case) -> Iterator[Problem]:
+    """A draft of a method that this engine does not have."""
+    method = METHODS[case.declared.method]
+    if case.sglang and method.sglang is None:
+        found = "SGLang has no such method: as EAGLE3 it would feed this draft states that it was never trained on"
+        fix = f"serve with vLLM, --speculative-config {json.dumps(dict(method.vllm))}"
+        yield Problem("algorithm_mismatch", "method", method.words, found, fix, severity="error")
+
+
 RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
+    method_problems,
     taps_problems,
     width_problems,
     target_problems,
@@ -126,10 +138,16 @@ def _words(case: Case) -> dict[str, str]:
         "rope": f"base {view.get('rope_theta')} ({view.reads['rope_theta'].where}), {view.get('rope_scaling')}",
         "window": f"{window.value}" if window.value else f"none ({window.where})",
         "context": f"{draft_context(view)} ({view.reads['max_position_embeddings'].where})",
-        "algorithm": "--speculative-algorithm EAGLE3"
-        if sglang
-        else '--speculative-config {"method": "eagle3", ...}; unnamed, it is eagle3 only if the path contains "eagle3"',
+        "algorithm": _algorithm_words(case),
     }
+
+
+def _algorithm_words(case: Case) -> str:
+    method = METHODS[case.declared.method]
+    if case.sglang:
+        return "none" if method.sglang is None else f"--speculative-algorithm {method.sglang}"
+    keys = json.dumps(dict(method.vllm)).removesuffix("}")
+    return f'--speculative-config {keys}, ...}}; unnamed, it is eagle3 only if the path contains "eagle3"'
 
 
 def _embedding_words(case: Case) -> str:

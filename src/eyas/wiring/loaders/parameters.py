@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from eyas.formats.methods import MASK_HIDDEN, method_of
 from eyas.formats.names import AUX_NORMS, Shape
 from eyas.wiring.loaders.view import View
 
@@ -55,6 +56,9 @@ def parameters(view: View) -> dict[str, Known]:
     for layer in range(min(layers, 64) if type(layers) is int else 1):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(view, layer).items()}
     shapes["embed_tokens.weight"] = _shape(view.get("vocab_size"), hidden)
+    # vLLM has a place for it where parallel_drafting is set, which a P-EAGLE draft is served with
+    if view.engine.name == "vllm" and view.block != "mla" and method_of(view.config) == "peagle":
+        shapes[MASK_HIDDEN] = None
     if not view.get("tie_word_embeddings"):
         rows = view.get("draft_vocab_size") or view.get("vocab_size")
         shapes["lm_head.weight"] = _shape(rows, hidden)
@@ -198,6 +202,8 @@ def _forgiven(view: View, name: str) -> bool:
     """Whether an unknown name is dropped in silence rather than refused."""
     if view.engine.name == "sglang" or "rotary_emb.inv_freq" in name:
         return True
+    if name == MASK_HIDDEN and view.block != "mla":
+        return True  # with a warning
     if "input_norm." in name and not view.get("norm_before_fc") and view.block != "mla":
         return True
     if view.get("use_aux_hidden_state") is False and "fc." in name:

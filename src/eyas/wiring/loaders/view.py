@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from eyas.formats.config_problems import architectures
 from eyas.formats.engines import Engine
+from eyas.formats.methods import mask_token_of, method_of
 from eyas.formats.taps import IDS_KEY, TapKeys
 
 Config = Mapping[str, Any]
@@ -31,6 +32,8 @@ VLLM_CLASSES: dict[str, tuple[Block, str]] = {
     "Eagle3Qwen2_5vlForCausalLM": ("llama", "0.20"),
     "Eagle3Qwen3vlForCausalLM": ("llama", "0.20"),
     "Eagle3Qwen3ForCausalLM": ("qwen3", "0.24"),
+    "PeagleLlamaForCausalLM": ("llama", "0.24"),
+    "PeagleQwen3ForCausalLM": ("qwen3", "0.24"),
     "Eagle3DeepseekV2ForCausalLM": ("mla", "0.20"),
     "Eagle3DeepseekV3ForCausalLM": ("mla", "0.20"),
 }
@@ -71,7 +74,7 @@ def view_of(raw: Config, engine: Engine) -> View:
     """`raw` as `engine` reads it."""
     config = speculators_config(raw, engine) if engine.name == "vllm" else raw
     names = architectures(config)
-    if engine.name == "vllm":
+    if engine.name == "vllm" and not is_speculators(raw):
         names = [_eagle3_name(name) for name in names]
     classes = VLLM_CLASSES if engine.name == "vllm" else SGLANG_CLASSES
     name = names[0] if names else None
@@ -100,7 +103,7 @@ def speculators_config(raw: Config, engine: Engine) -> Config:
     """What vLLM makes of the speculators format (configs/speculators/algos.py): the layer's config and a few keys more.
 
     `norm_before_residual` is true when absent; `fc_norm` and `norm_output` are passed on from 0.32; a qwen3 layer has a
-    class of its own from 0.24.
+    class of its own from 0.24. For P-EAGLE `norm_before_residual` is false when absent, and neither norm is passed on.
     """
     if not is_speculators(raw):
         return raw
@@ -110,10 +113,15 @@ def speculators_config(raw: Config, engine: Engine) -> Config:
     for key in ("target_hidden_size", IDS_KEY):
         if raw.get(key):
             config[key] = raw[key]
-    config["norm_before_residual"] = raw.get("norm_before_residual", True)
-    passed = ("norm_before_fc", "fc_norm", "norm_output") if engine.since("0.32") else ("norm_before_fc",)
+    peagle = method_of(raw) == "peagle"
+    config["norm_before_residual"] = raw.get("norm_before_residual", not peagle)
+    recent = engine.since("0.32") and not peagle
+    passed = ("norm_before_fc", "fc_norm", "norm_output") if recent else ("norm_before_fc",)
     config |= {key: raw.get(key, False) for key in passed}
     qwen3 = config.get("model_type") == "qwen3" and engine.since("0.24")
+    if peagle:
+        name = "PeagleQwen3ForCausalLM" if qwen3 else "PeagleLlamaForCausalLM"
+        return config | {"architectures": [name], "pard_token": mask_token_of(raw)}
     return config | {"architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "Eagle3LlamaForCausalLM"]}
 
 

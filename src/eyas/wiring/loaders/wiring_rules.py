@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eyas.errors import InputError
+from eyas.formats.config_problems import residual_default
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, ids_for
 from eyas.formats.targets import VLLM_KNOWN
@@ -123,8 +124,8 @@ def declared_options(case: Case) -> dict[str, Any]:
     return {
         "fc_norm": bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
         "norm_before_fc": bool(nested.get("norm_before_fc") or raw.get("norm_before_fc")),
-        "norm_output": bool(raw.get("norm_output")),
-        "norm_before_residual": bool(raw.get("norm_before_residual", original.format == "speculators")),
+        "norm_output": bool(raw.get("norm_output")) and original.method == "eagle3",
+        "norm_before_residual": bool(raw.get("norm_before_residual", residual_default(raw, original.format))),
         "attention_bias": bool(raw.get("attention_bias")),
         "fc_bias": bool(raw.get("bias")),
         "sliding_window": window if windowed else None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.formats.draft_config import DraftConfig
+from eyas.formats.methods import METHODS, method_of
 from eyas.formats.problem import Problem
 from eyas.formats.targets import MLA
 from eyas.launch.arguments import Launch
@@ -70,6 +71,20 @@ def _algorithm(setting: Setting) -> Iterator[Problem]:
         False: f"{named}" if named else "none: it is guessed from the path, which does not say eagle3",
     }[launch.sglang]
     yield _problem("algorithm_mismatch", "speculative algorithm", f"{wanted}, for an EAGLE-3 draft", words, flag)
+
+
+def _parallel(setting: Setting) -> Iterator[Problem]:
+    """P-EAGLE is EAGLE-3's class with one key more; SGLang has nothing like it, which the loader's report says."""
+    launch = setting.launch
+    if not setting.draft_raw or launch.sglang or launch.draft is None:
+        return
+    method = METHODS[method_of(setting.draft_raw)]
+    wanted = bool(method.vllm.get("parallel_drafting"))
+    if launch.parallel_drafting != wanted:
+        found = "not set: the draft would be fed its own states, which it never saw" if wanted else "true: vLLM stops"
+        value = str(wanted).lower()
+        expected, fix = f"{value}, for a {method.words} draft", f'"parallel_drafting": {value} in --speculative-config'
+        yield _problem("algorithm_mismatch", "parallel_drafting", expected, found, fix)
 
 
 def _draft_path(setting: Setting) -> Iterator[Problem]:
@@ -232,6 +247,7 @@ def _unknown(setting: Setting) -> Iterator[Problem]:
 RULES: tuple[Callable[[Setting], Iterator[Problem]], ...] = (
     _unknown,
     _algorithm,
+    _parallel,
     _draft_path,
     _backend,
     _quantization,
