@@ -22,6 +22,7 @@ from eyas.training.loop import train
 from eyas.wiring.check import check
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.parity import ttt_equals_incremental
+from eyas.wiring.served import walk_against_engine
 from made_captures import BOUNDARIES, made
 from tiny import HIDDEN, LAYERS, tiny_tokenizer
 
@@ -95,6 +96,11 @@ VARIANTS = [
     ("deepseek_v3", {"block": "mla", "sliding_window": 6}, SERVED),
     ("deepseek_v3", {"block": "mla", "fc_norm": False, "norm_before_fc": True}, SERVED),
     ("deepseek_v3", {"block": "llama"}, set()),
+    ("llama", {"vocab_size": 259}, set()),  # the whole vocabulary: no tables
+    ("llama", {"method": "peagle"}, {"sglang"}),
+    ("llama", {"method": "peagle", "block": "qwen3", "num_hidden_layers": 2}, {"sglang"}),
+    ("llama", {"method": "peagle", "sliding_window": 6, "vocab_size": 259}, {"sglang"}),
+    ("deepseek_v3", {"method": "peagle", "block": "mla"}, SERVED),
 ]
 
 
@@ -133,6 +139,11 @@ def test_a_variant_is_trained_evaluated_exported_and_served_losslessly(
             plain, fast = (engine.generate(prompt, 24, steps, ignore_eos=True) for steps in (0, 3))
             assert fast.ids == plain.ids
         engine.close()
+
+    served = walk_against_engine(
+        ground.target, draft, CaptureReader(ground.captures), num_steps=3, tokens=80, length=20
+    )
+    assert served is not None and served.engine == served.walk and served.texts_equal == served.samples
 
 
 def _exported_or_refused(folder: Path, engine: str, refused: set[str], model_type: str) -> None:
