@@ -14,6 +14,7 @@ from eyas.pipeline.plan import Plan
 from eyas.pipeline.show import show
 from eyas.recipe import TargetSettings, parts_of
 from eyas.run import Manifest
+from eyas.shipped import draft_folder
 
 app = App(
     name="eyas",
@@ -80,4 +81,11 @@ def integers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def draft_path(kind: Any, tokens: Sequence[Token]) -> Path:
+    """A draft's folder as typed, or that of a shipped draft's name."""
+    return draft_folder(tokens[0].value)
+
+
+DraftPath = Annotated[Path | None, Parameter(converter=draft_path, n_tokens=1, negative="")]
+NamedDraft = Annotated[Path, Parameter(converter=draft_path, n_tokens=1, negative="")]
 Integers = Annotated[tuple[int, ...] | None, Parameter(converter=integers, n_tokens=1, negative="")]

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish, staged
+from eyas.cli.app import FLAGS, TARGET, Common, DraftPath, Flat, NamedDraft, TargetFlags, app, finish, staged
 from eyas.formats.trace import engine_environment
 from eyas.pipeline.check_url import check_url
 from eyas.pipeline.doctor import doctor
@@ -19,8 +19,8 @@ from eyas.wiring.static_checks import check_launch, check_static, reference_plan
 def check(
     *,
     captures: Path | None = None,
-    draft: Path | None = None,
-    export: Path | None = None,
+    draft: DraftPath = None,
+    export: DraftPath = None,
     target: str | None = None,
     engine: Annotated[list[str] | None, Parameter(negative="")] = None,
     trace: Annotated[list[Path] | None, Parameter(negative="")] = None,
@@ -69,7 +69,7 @@ def check(
 def trace(
     *,
     out: Path,
-    draft: Path | None = None,
+    draft: DraftPath = None,
     engine: str | None = None,
     target: TargetFlags = TARGET,
     settings: Annotated[TraceSettings, Flat] = TraceSettings(),
@@ -92,7 +92,7 @@ def trace(
 
 @app.command
 def inspect(
-    path: Path,
+    path: NamedDraft,
     *,
     verify: bool = False,
     engine: Annotated[list[str] | None, Parameter(negative="")] = None,

@@ -24,7 +24,9 @@ from eyas.pipeline.watch import (
     watch_following,
     watch_once,
 )
+from eyas.progress import say
 from eyas.recipe import ChatSettings, load_recipe, recipe_of
+from eyas.shipped import chosen_draft
 
 Many = Parameter(negative="")
 SERVER_DIED = 3
@@ -129,6 +131,8 @@ def chat_command(
     turn instead of reading lines, and may be repeated; lines that begin with / are commands (/help).
     """
 
+    chosen, words = chosen_draft(settings.draft, settings.plain or url is not None, target.target)
+
     def work() -> dict[str, Any]:
         if url is not None:
             asked = {
@@ -140,12 +144,14 @@ def chat_command(
         else:
             from eyas.pipeline.chat_engine import EngineChat
 
-            source = EngineChat(target.settings, settings)
+            if words is not None:
+                say(f"chat: {target.target} {words}")
+            source = EngineChat(target.settings, settings, chosen)
         console = Console(highlight=False, stderr=common.json)
         with closing(source):
             return converse(Chat(source, settings), prompt or typed(), console)
 
-    plan = Plan("chat", [url or target.target, settings.draft], [], settings)
+    plan = Plan("chat", [url or target.target, chosen], [], settings)
     if common.plan or common.json:
         finish(common, plan, work)
     else:

@@ -6,10 +6,23 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eyas.cli.app import FLAGS, TARGET, Common, Flat, Integers, TargetFlags, app, finish, staged
+from eyas.cli.app import (
+    FLAGS,
+    TARGET,
+    Common,
+    DraftPath,
+    Flat,
+    Integers,
+    NamedDraft,
+    TargetFlags,
+    app,
+    finish,
+    staged,
+)
 from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
 from eyas.pipeline.plan import Plan
+from eyas.progress import say
 from eyas.recipe import (
     BenchSettings,
     CaptureSettings,
@@ -23,6 +36,7 @@ from eyas.recipe import (
     load_recipe,
     validate,
 )
+from eyas.shipped import chosen_draft
 
 
 @app.command
@@ -105,7 +119,7 @@ def train(
 @app.command
 def evaluate(
     *,
-    draft: Path,
+    draft: NamedDraft,
     captures: Path,
     target: TargetFlags = TARGET,
     split: str = "heldout",
@@ -125,7 +139,7 @@ def evaluate(
 @app.command
 def export(
     *,
-    draft: Path,
+    draft: NamedDraft,
     out: Path,
     for_: Annotated[str, Parameter(name="--for")] = "sglang,vllm",
     target: str | None = None,
@@ -152,21 +166,27 @@ def export(
 @app.command
 def bench(
     *,
-    draft: Path | None = None,
+    draft: DraftPath = None,
+    plain: bool = False,
     target: TargetFlags = TARGET,
     settings: Annotated[BenchSettings, Flat] = BenchSettings(),
     common: Common = FLAGS,
 ) -> int:
-    """Plain against speculative decoding by the embedded engine, paired, with an interval; without a draft, n-grams."""
+    """Plain against speculative decoding by the embedded engine, paired, with an interval.
+
+    Without --draft the one that comes with Eyas, where the target is the one that it is for; --plain goes without:
+    n-grams alone (--ngram).
+    """
+    chosen, words = chosen_draft(draft, plain, target.target)
 
     def work() -> dict[str, Any]:
         from eyas.measure.bench import bench
 
-        return bench(target.settings, draft, settings)
+        if words is not None:
+            say(f"bench: {words}")
+        return bench(target.settings, chosen, settings)
 
-    result = finish(
-        common, Plan("bench", [*([draft] if draft else []), settings.prompts, target.target], [], settings), work
-    )
+    result = finish(common, Plan("bench", [chosen, settings.prompts, target.target], [], settings), work)
     return 1 if result.get("identical_outputs") is False else 0
 
 

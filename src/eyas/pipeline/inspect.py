@@ -21,6 +21,7 @@ from eyas.formats.target_config import TEXT_CONFIGS
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
 from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, hash_file, read_manifest, verify_files
+from eyas.shipped import read_card
 from eyas.stage import PROGRESS
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
@@ -182,7 +183,9 @@ def _model_folder(path: Path) -> JSON:
     weights = any((path / name).is_file() for name in (WEIGHTS, INDEX))
     if not is_draft(raw):
         return _target(path, raw)
-    return _draft(path, raw, read_headers(path) if weights else None)
+    card = read_card(path)
+    known = {} if card is None else {"card": card.model_dump(mode="json")}
+    return _draft(path, raw, read_headers(path) if weights else None) | known
 
 
 # Models -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from eyas.pipeline.report import write_report
 from eyas.progress import say
 from eyas.recipe import BenchSettings, CaptureSettings, Recipe
 from eyas.run import JSON, Manifest, is_complete, read_manifest, write_atomic
+from eyas.shipped import draft_folder
 from eyas.stage import result_stage
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config
@@ -125,9 +126,9 @@ def refuse_early(recipe: Recipe) -> None:
         conversations(recipe.bench.prompts)
     target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
     boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
-    start = recipe.train.start_from
-    ours = start is not None and has_info(Path(start))
-    config = read_info(Path(start)).draft if ours else draft_config(target, boundaries, recipe.draft)
+    start = None if recipe.train.start_from is None else draft_folder(recipe.train.start_from)
+    ours = start is not None and has_info(start)
+    config = read_info(start).draft if ours else draft_config(target, boundaries, recipe.draft)
     check_exportable(config, recipe.export)
 
 

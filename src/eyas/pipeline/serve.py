@@ -26,6 +26,7 @@ from eyas.pipeline.watch_view import Screen, acceptance_words
 from eyas.progress import console, say
 from eyas.recipe import Recipe, ServeSettings, TargetSettings
 from eyas.run import cache_folder, is_complete
+from eyas.shipped import default_draft, draft_folder
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.preflight import preflight
 from eyas.wiring.preflight.machine import port_problem
@@ -74,7 +75,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, *, planning: bool = Fals
     """
     settings, run = recipe.serve, Path("runs") / recipe.name
     folder = folder or run / (PLAIN if settings.plain else SERVE)
-    draft, note = _draft(settings, run, planning)
+    draft, note = _draft(settings, recipe.target.name, run, planning)
     target = TargetSettings(
         name=local_target(recipe.target.name, settings.engine), trust_remote_code=recipe.target.trust_remote_code
     )
@@ -94,21 +95,24 @@ def prepare(recipe: Recipe, folder: Path | None = None, *, planning: bool = Fals
     return Launch(command, engine, found, seen, expect(key), key, folder, settings)
 
 
-def _draft(settings: ServeSettings, run: Path, planning: bool) -> tuple[str | None, str | None]:
+def _draft(settings: ServeSettings, target: str, run: Path, planning: bool) -> tuple[str | None, str | None]:
     """(the draft to serve, what to say of it)."""
     if settings.plain:
         return None, "served without a draft (plain): the baseline"
     if settings.draft is not None:
-        path = Path(settings.draft).expanduser()
+        path = draft_folder(settings.draft)
         return (str(path.absolute()), None) if path.exists() else (settings.draft, None)
     export = run / EXPORT
     if is_complete(export):
         return str(export.absolute()), None
+    shipped, words = default_draft(target)
+    if shipped is not None:
+        return str(shipped), f"{words} ({export} is not there)"
     if planning:
         return str(export.absolute()), f"{export} is not there yet: make it (eyas run, eyas export), or give --draft"
     raise InputError(
         wanted="a draft to serve",
-        got=f"none given, and {export} is not complete",
+        got=f"none given, and {export} is not complete" + (f"; {words}" if words else ""),
         where="serve.draft",
         next="--draft FOLDER, or --plain to serve the target without one",
     )

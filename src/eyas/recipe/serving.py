@@ -40,7 +40,10 @@ class ChatSettings(SamplingSettings):
     """A conversation in the terminal."""
 
     draft: str | None = None
-    """The draft's folder; none talks to the target alone."""
+    """The draft's folder, or `shipped`; none takes the draft that comes with Eyas on the target that it is for, and
+    else talks to the target alone."""
+    plain: bool = False
+    """No draft: the target alone."""
     system: str | None = None
     """The system message; none leaves it to the target's template."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -90,7 +93,8 @@ class ServeSettings(Section):
     python: str | None = None
     """The interpreter that has the engine; none means the one that runs Eyas."""
     draft: str | None = None
-    """The draft's export folder or hub id; none means runs/NAME/export where it is complete."""
+    """The draft's export folder, hub id, or `shipped`; none means runs/NAME/export where it is complete, else the draft
+    that comes with Eyas on the target that it is for."""
     plain: bool = False
     """Serve the target without a draft: the baseline."""
     host: str = "127.0.0.1"

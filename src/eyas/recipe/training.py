@@ -95,8 +95,8 @@ class TrainSettings(Section):
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are supervised."""
     start_from: str | None = None
-    """A draft folder to go on from, of Eyas, EAGLE, SpecForge, speculators or ModelOpt: its shape and vocabulary map
-    are kept, and the captures must be of its target and taps. None trains a new draft."""
+    """A draft folder to go on from, of Eyas (`shipped` is its own), EAGLE, SpecForge, speculators or ModelOpt: its
+    shape and vocabulary map are kept, and the captures must be of its target and taps. None trains a new draft."""
     initialise: Literal["target", "random"] = "target"
     """Start from the target's head slice and final norm, with an attention that reads the own token; or from noise."""
     seed: int = 0

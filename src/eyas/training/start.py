@@ -21,6 +21,7 @@ from eyas.models.vocab import build_vocab, coverage
 from eyas.progress import say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, check_same
+from eyas.shipped import draft_folder
 from eyas.stage import Stage
 from eyas.training.initialise import draft_config, new_draft, special_ids
 from eyas.training.inputs import check_draft
@@ -61,7 +62,7 @@ def starting_draft(
         config = draft_config(target, samples.boundaries, shape)
         draft = new_draft(target, config, counts_V, settings.initialise, settings.seed)
     else:
-        draft = somebodys_draft(Path(settings.start_from), target, samples, manifest, shape)
+        draft = somebodys_draft(draft_folder(settings.start_from), target, samples, manifest, shape)
         say_coverage(draft, target, counts_V)
     info = make_info(
         draft,
