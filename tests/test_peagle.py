@@ -44,6 +44,7 @@ from eyas.wiring.loaders import loader_report
 from eyas.wiring.preflight import preflight
 from eyas.wiring.trace_draft import trace_checks
 from made_captures import BOUNDARIES, captured, greedy_answer, made
+from test_drafting import COSTS
 from test_engine import prompts, random_draft
 
 STEPS = 4
@@ -119,6 +120,20 @@ def test_verified_rows_take_the_place_of_placeholders(target: Target) -> None:
     torch.testing.assert_close(rounds._logits_SD, fresh._logits_SD, atol=1e-5, rtol=1e-5)
 
 
+def test_texts_side_by_side_do_not_share_rows(target: Target) -> None:
+    draft, texts = draft_of(target), [torch.randint(3, 259, (9,)).tolist() for _ in range(2)]
+    first = proposer_of(draft)
+    second = first.fork()
+    assert isinstance(second, ParallelProposer)
+    second.reserve(100)
+    for proposer, ids in ((first, texts[0]), (second, texts[1])):
+        proposer.observe(taps_of(target, ids[:-1]), ids[1:], 0)
+    drafted = [proposer.propose(STEPS).tokens for proposer in (first, second)]
+    for ids, tokens in zip(texts, drafted, strict=True):
+        wanted = trained_logits(draft, taps_of(target, ids[:-1]), ids).argmax(-1)
+        assert list(tokens) == draft.target_ids(wanted).tolist()
+
+
 def test_a_tree_is_the_likeliest_paths_of_levels_that_do_not_know_each_other(target: Target) -> None:
     draft, ids = draft_of(target), torch.randint(3, 259, (9,)).tolist()
     taps = taps_of(target, ids[:-1])
@@ -143,7 +158,7 @@ def test_a_tree_is_the_likeliest_paths_of_levels_that_do_not_know_each_other(tar
 def test_every_way_of_drafting_gives_the_plain_text(target: Target, kernels: str) -> None:
     ways = [CHAIN, TREE, TREE.model_copy(update={"ngram": 3, "adaptive": True})]
     for drafting in ways:
-        engine = Engine(target, draft_of(target), drafting=drafting, kernels=kernels, announce=False)
+        engine = Engine(target, draft_of(target), drafting=drafting, kernels=kernels, announce=False, costs=COSTS)
         for sampling in (SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.9, seed=3)):
             for prompt in prompts(4)[2:]:
                 texts = [engine.generate(prompt, 20, steps, True, sampling=sampling).ids for steps in (0, 3)]

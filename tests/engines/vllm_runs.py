@@ -1,7 +1,8 @@
 """What vLLM's own interpreter runs (no Eyas there): the cases of a job, one engine after the other.
 
 `python vllm_runs.py JOB.json`. A job: `target`, `out`, `options` (of vllm.LLM), `cases`. A case: `name`, `draft`,
-`num_steps`, `prompts` (token ids), `max_tokens`, and where wanted `environment`, `last_first` (an engine that hands on
+`num_steps`, `prompts` (token ids), `max_tokens`, and where wanted `speculative` (more keys of speculative_config),
+`environment`, `last_first` (an engine that hands on
 its taps in the opposite order), `trace_after` (start a trace by the worker extension, then say the
 first prompt once more).
 Writes a line a case: `name`, and `error` or `answers`, each `ids`, `drafts`, `accepted` (per position).
@@ -53,6 +54,7 @@ def run(job: JSON, case: JSON) -> JSON:
             "method": "eagle3",
             "model": case["draft"],
             "num_speculative_tokens": case["num_steps"],
+            **case.get("speculative", {}),
         },
         **job["options"],
     )

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from eyas.formats.methods import METHODS
 from eyas.recipe import Recipe
 from eyas.run import machine, versions, write_atomic
 
@@ -17,7 +18,7 @@ def write_report(path: Path, recipe: Recipe, result: JSON) -> None:
 
 def report_text(recipe: Recipe, result: JSON) -> str:
     sections = [
-        f"# {recipe.name}: an EAGLE-3 draft for {recipe.target.name}",
+        f"# {recipe.name}: {METHODS[recipe.draft.method].words} draft for {recipe.target.name}",
         table(result["bench"]),
         acceptance(result),
         wiring(result),
