@@ -10,7 +10,14 @@ from eyas.engine.cache import KVCache, depths, leaf_paths, path_to
 HEADS, GROUPS, WIDTH = 4, 2, 4
 
 
-def oracle(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of [1, N, T, E] over [1, K, T, E], a row at a time, softmax written out."""
     out = torch.zeros_like(query)
     for head in range(HEADS):
@@ -18,7 +25,11 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
         for row in range(query.shape[2]):
             first = 0 if window is None else max(0, row - window + 1)
             keys, values = key[0, group, first : row + 1], value[0, group, first : row + 1]
-            weights = (keys @ query[0, head, row] / WIDTH**0.5).softmax(dim=0)
+            scores = keys @ query[0, head, row] / WIDTH**0.5
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            sunk = 0.0 if sinks is None else sinks[head].exp()
+            weights = scores.exp() / (scores.exp().sum() + sunk)
             out[0, head, row] = weights @ values
     return out
 
@@ -29,14 +40,17 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
     rejected=st.lists(st.integers(0, 4), min_size=8, max_size=8),
     window=st.one_of(st.none(), st.integers(1, 20)),
     by_position=st.booleans(),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
+    sunk=st.booleans(),
 )
 def test_rows_split_and_rolled_back_in_any_way_attend_as_in_one_piece(
-    counts: list[int], rejected: list[int], window: int | None, by_position: bool
+    counts: list[int], rejected: list[int], window: int | None, by_position: bool, softcap: float | None, sunk: bool
 ) -> None:
     total = sum(counts)
     generator = torch.Generator().manual_seed(total)
     query = torch.randn(1, HEADS, total, WIDTH, generator=generator)
     key, value = (torch.randn(1, GROUPS, total, WIDTH, generator=generator) for _ in range(2))
+    asked = {"window": window, "softcap": softcap, "sinks_N": torch.arange(HEADS) - 1.0 if sunk else None}
     cache = KVCache(torch.float32, block=8)
     cache.reserve(total + 8)
     rows, start = [], 0
@@ -44,12 +58,12 @@ def test_rows_split_and_rolled_back_in_any_way_attend_as_in_one_piece(
         if wrong:  # rows that a verify forward rejects: written, then overwritten
             cache.begin(start, wrong, by_position=by_position)
             noise = torch.full((1, HEADS, wrong, WIDTH), 7.0)
-            cache.attend(0, noise, noise[:, :GROUPS], noise[:, :GROUPS], window=window)
+            cache.attend(0, noise, noise[:, :GROUPS], noise[:, :GROUPS], **asked)
         part = slice(start, start + count)
         cache.begin(start, count, by_position=by_position)
-        rows.append(cache.attend(0, query[:, :, part], key[:, :, part], value[:, :, part], window=window))
+        rows.append(cache.attend(0, query[:, :, part], key[:, :, part], value[:, :, part], **asked))
         start += count
-    torch.testing.assert_close(torch.cat(rows, dim=2), oracle(query, key, value, window), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(rows, dim=2), oracle(query, key, value, *asked.values()), atol=1e-5, rtol=1e-5)
 
 
 trees = st.integers(1, 9).flatmap(

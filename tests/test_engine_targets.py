@@ -1,4 +1,4 @@
-"""The engine runs other architectures through transformers' own modules, and refuses those whose attention it lacks."""
+"""The engine runs other architectures through transformers' own modules; for those that keep a state nothing drafts."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DiffLlamaConfig,
+    FalconConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -16,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
     OPTConfig,
@@ -25,11 +27,13 @@ from transformers import (
     StableLmConfig,
 )
 
+from eyas.engine.batching import Job, Scheduler
 from eyas.engine.generate import Engine
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.models.target import Target
 from eyas.settings import DraftingSettings
+from test_batching import Listener
 from tiny import tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -45,6 +49,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 2,
     "bos_token_id": 1,
 }
+ALIBI: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = GPT2Config(vocab_size=259, n_positions=512, n_embd=32, n_layer=4, n_head=4, eos_token_id=2, bos_token_id=1)
 OPT = OPTConfig(
     vocab_size=259,
@@ -64,6 +69,11 @@ KNOWN = [
     Gemma3TextConfig(**SHAPE, sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2),
     GraniteConfig(**SHAPE, logits_scaling=3.0, attention_multiplier=0.2),
     Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    Gemma2Config(**SHAPE, sliding_window=7, attn_logit_softcapping=2.0),
+    GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    FalconConfig(**ALIBI, num_attention_heads=4, num_hidden_layers=4, max_position_embeddings=512, alibi=True),
+    BloomConfig(**ALIBI, n_head=4, n_layer=4, seq_length=512),
+    Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=16, floor_scale=9),
 ]
 
 
@@ -88,8 +98,7 @@ def test_rows_and_texts_are_those_of_the_architectures_own_forward(config: PreTr
     target = target_of(config)
     prompt = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     engine = Engine(target, num_steps=3, kernels="torch", announce=False)
-    # Experts multiply as many rows as were routed to them, which no bucket fixes: the engine says so at start.
-    assert engine.facts.lossless or config.model_type == "qwen3_moe"
+    assert engine.facts.lossless
     text = list(engine.generate(prompt, 24, ignore_eos=True).ids)
     with torch.inference_mode():
         engine.forward.cache.reserve(80)
@@ -101,51 +110,64 @@ def test_rows_and_texts_are_those_of_the_architectures_own_forward(config: PreTr
     assert text == logits[39:-1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [(Gemma2Config(**SHAPE), "softcap"), (GptOssConfig(**SHAPE, num_local_experts=4), "s_aux")],
-    ids=["gemma2", "gpt_oss"],
-)
-def test_attention_the_engine_lacks_is_refused(config: PreTrainedConfig, reason: str) -> None:
+STATES = [
+    Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"]),
+    MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=4, state_size=8),
+    FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+]
+
+
+@pytest.mark.parametrize("config", STATES, ids=lambda config: config.model_type)
+def test_a_target_that_keeps_a_state_decodes_and_is_not_drafted_for(config: PreTrainedConfig) -> None:
     target = target_of(config)
     own = target.model.config._attn_implementation
-    with pytest.raises(InputError, match=reason):
-        Engine(target, kernels="torch", announce=False)
+    with pytest.raises(InputError, match="past can be rolled back, to draft for it"):
+        Engine(target, drafting=DraftingSettings(ngram=3), announce=False)
     assert target.model.config._attn_implementation == own
-    assert "forward" not in target.head.__dict__
+    engine = Engine(target, announce=False)
+    assert "nothing can be drafted" in engine.facts.describe()
+    assert [len(engine.generate([5, 6, 7], count, ignore_eos=True).ids) for count in (1, 9)] == [1, 9]
+    engine.close()
 
 
-def test_a_target_with_layers_of_another_kind_is_refused() -> None:
-    config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"])
-    with pytest.raises(InputError, match="got 2 in Lfm2ForCausalLM; the others keep a state of their own"):
-        Engine(target_of(config), announce=False)
-
-
-def test_a_target_that_only_keeps_a_state_is_refused() -> None:
-    config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=8)
-    with pytest.raises(InputError, match="got 0 in MambaForCausalLM; the others keep a state of their own"):
-        Engine(target_of(config), announce=False)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
-        DiffLlamaConfig(**SHAPE),
-    ],
-    ids=["a state beside attention in every layer", "attention twice a layer"],
-)
-def test_a_target_whose_rows_the_cache_does_not_give_is_refused(config: PreTrainedConfig) -> None:
-    """Every layer attends, and yet rows behind a cached prompt are wrong: only the target's own forward tells."""
-    target = target_of(config)
+def test_attention_in_two_parts_a_layer_runs_by_its_own_code() -> None:
+    """Every layer attends through the interface, and yet rows behind a cached prompt are wrong: only the target's own
+    forward tells."""
+    target = target_of(DiffLlamaConfig(**SHAPE))
     own = target.model.config._attn_implementation
-    with pytest.raises(InputError, match="off its own forward's"):
-        Engine(target, announce=False)
+    engine = Engine(target, announce=False)
+    assert engine.facts.path == "own attention"
+    assert "off its own forward's by" in engine.facts.why
+    engine.close()
     assert target.model.config._attn_implementation == own
+
+
+def test_experts_are_given_back() -> None:
+    target = target_of(Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+    own = target.model.config._experts_implementation
+    engine = Engine(target, announce=False)
+    assert target.model.config._experts_implementation == "eyas"
+    engine.close()
+    assert target.model.config._experts_implementation == own
+
+
+def test_two_texts_of_a_state_take_turns() -> None:
+    """The state is the text's, not the engine's."""
+    engine = Engine(target_of(STATES[1]), announce=False)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    alone = [list(engine.generate(prompt, 8, ignore_eos=True).ids) for prompt in prompts]
+    readers = [Listener(), Listener()]
+    scheduler = Scheduler(engine, cache_rows=2048, most=2)
+    for prompt, reader in zip(prompts, readers, strict=True):
+        scheduler.submit(Job(tuple(prompt), 8, reader, ignore_eos=True))
+    while not scheduler.idle:
+        scheduler.step()
+    assert [reader.ids for reader in readers] == alone
+    engine.close()
 
 
 def test_a_target_without_a_context_length_is_refused() -> None:
-    target = target_of(BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4, num_hidden_layers=2))
+    target = target_of(BloomConfig(**ALIBI, n_layer=2, n_head=4))
     with pytest.raises(InputError, match="max_position_embeddings"):
         Engine(target, announce=False)
 

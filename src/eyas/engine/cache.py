@@ -24,8 +24,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from eyas.errors import InputError
-
 LENGTH_BLOCK = 256
 """Attended lengths are multiples of this. Smaller saves attention at short texts, and meets more borders."""
 ATTENTION = "eyas"
@@ -91,6 +89,8 @@ class KVCache:
         self._positions_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._columns = torch.arange(0, device=device)
         self._tree: dict[int, tuple[Tensor, Tensor]] = {}
+        self.own: Any = None
+        """The past of a model that keeps it itself (engine/own_past.py), which no row of this cache holds."""
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` rows. Growing drops what the buffers held: call it before a sequence starts."""
@@ -165,7 +165,7 @@ class KVCache:
         """Rows `path` of the latest forward stand, at start, start + 1, ... A chain's lie there already."""
         laid = torch.tensor(list(path), device=self.device)
         for layer, (key, value) in self._tree.items():
-            self._write(layer, key, value, laid)
+            self.write(layer, key, value, laid)
 
     def _start(self, start: int, rows: int, last: int) -> None:
         assert last <= self.capacity, f"reserve() rows before a forward over {start + rows}"
@@ -174,7 +174,7 @@ class KVCache:
     def _visible(self, length: int) -> Tensor:
         return self._columns[None, :length] <= self._positions_R1
 
-    def _write(self, layer: int, key_BKRE: Tensor, value_BKRU: Tensor, rows: Tensor | None = None) -> None:
+    def write(self, layer: int, key_BKRE: Tensor, value_BKRU: Tensor, rows: Tensor | None = None) -> None:
         keys, values = self.buffers(layer, key_BKRE.shape[1], key_BKRE.shape[3], value_BKRU.shape[3])
         for buffer, states in ((keys, key_BKRE), (values, value_BKRU)):
             chosen = states if rows is None else states[:, :, rows]
@@ -188,11 +188,17 @@ class KVCache:
         value_BKRU: Tensor,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """Store this forward's keys and values of `layer`, attend; context [B, N, R, U]."""
+        """Store this forward's keys and values of `layer`, attend; context [B, N, R, U].
+
+        `softcap` bounds the scores (Gemma 2); `sinks_N` are scores that take their share of every row's softmax and
+        give nothing (gpt-oss).
+        """
         keys, values = self.buffers(layer, key_BKRE.shape[1], key_BKRE.shape[3], value_BKRU.shape[3])
         if self.spans[0].path_D is None:
-            self._write(layer, key_BKRE, value_BKRU)
+            self.write(layer, key_BKRE, value_BKRU)
         else:
             self._tree[layer] = key_BKRE, value_BKRU
         heads, groups = query_BNRE.shape[1], key_BKRE.shape[1]
@@ -201,14 +207,16 @@ class KVCache:
         merged: Tensor | None = None
         for span in self.spans:
             if span.path_D is not None:
-                self._write(layer, key_BKRE, value_BKRU, span.path_D)
-            context = nn.functional.scaled_dot_product_attention(
-                query,
-                keys[:, :, : span.length],
-                values[:, :, : span.length],
-                attn_mask=self._mask(span, heads // groups, window),
-                scale=scale,
-            ).view(1, heads, self.rows, -1)
+                self.write(layer, key_BKRE, value_BKRU, span.path_D)
+            slices, mask = (
+                (keys[:, :, : span.length], values[:, :, : span.length]),
+                self._mask(span, heads // groups, window),
+            )
+            if softcap is None and sinks_N is None:
+                context = nn.functional.scaled_dot_product_attention(query, *slices, attn_mask=mask, scale=scale)
+            else:
+                context = _attend_in_steps(query, *slices, mask, scale, softcap, sinks_N)
+            context = context.view(1, heads, self.rows, -1)
             if merged is None:
                 merged = context
             else:
@@ -237,6 +245,27 @@ class KVCache:
         return mask
 
 
+def _attend_in_steps(
+    query_BKSE: Tensor,
+    key_BKLE: Tensor,
+    value_BKLU: Tensor,
+    mask_SL: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Attention as its definition says, for what torch's fused one lacks; context [B, K, S, U]."""
+    scores = (query_BKSE @ key_BKLE.transpose(-1, -2)).float() * (scale or query_BKSE.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask_SL
+    if sinks_N is not None:
+        groups, rows = scores.shape[1:3]
+        sinks = sinks_N.float().view(groups, -1, 1).expand(-1, -1, rows * groups // sinks_N.shape[0])
+        scores = torch.cat([scores, sinks.reshape(1, groups, rows, 1)], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., : key_BKLE.shape[2]].to(value_BKLU.dtype) @ value_BKLU
+
+
 RUNNING: ContextVar[KVCache | None] = ContextVar("RUNNING", default=None)
 """The cache of the forward that runs. No keyword of that forward, for some architectures hand none on to attention."""
 
@@ -250,22 +279,12 @@ def attend_cached(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention interface over the KVCache that runs; without one, transformers' own SDPA.
-
-    Raises InputError for what a layer asks that this attention does not do (soft-capped scores, sinks).
-    """
+    """transformers' attention interface over the KVCache that runs; without one, transformers' own SDPA."""
     cache = RUNNING.get()
     if cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise InputError(
-                wanted="a target with plain scaled dot-product attention",
-                got=f"attention with {name} in {type(module).__name__}",
-                where="the embedded engine",
-                next="serve this target with --engine sglang or vllm",
-            )
-    context = cache.attend(layer_index(module), query, key, value, scaling, kwargs.get("sliding_window"))
+    window, softcap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
+    context = cache.attend(layer_index(module), query, key, value, scaling, window, softcap, sinks)
     return context.transpose(1, 2).contiguous(), None
 
 

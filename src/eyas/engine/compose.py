@@ -8,7 +8,7 @@ from torch import nn
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import RoundCosts, measure_rounds
 from eyas.engine.draft_forward import draft_forward
-from eyas.engine.forward import Forward
+from eyas.engine.forward import Forward, check_rolls_back
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import DraftProposer, Proposer, prepared
 from eyas.engine.proposers import draft_proposer
@@ -38,10 +38,12 @@ def compose(
     """`drafting.num_steps` is set; `costs` None: measured where something is chosen by them; `dtype`, `int8`: the
     draft's. The draft is compiled where the target is and where it can be.
 
-    Raises InputError for a draft that does not fit the target.
+    Raises InputError for a draft that does not fit the target, and for a target that nothing can be drafted for.
     """
     assert drafting.num_steps is not None, "an engine knows its deepest round"
     first, linears = None, []
+    if draft is not None or drafting.ngram:
+        check_rolls_back(forward)
     if draft is not None:
         runner = draft_forward(prepared(draft, forward.target, dtype), forward, int8)
         first = draft_proposer(runner, drafting)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.engine.draft_forward import draft_forward
-from eyas.engine.forward import Forward
+from eyas.engine.forward import Forward, check_rolls_back
 from eyas.engine.linear import fastest_kernels, install, uninstall
 from eyas.engine.propose import DraftProposer, prepared
 from eyas.engine.proposers import draft_proposer
@@ -47,8 +47,11 @@ def measure_costs(
     counts = sorted({1, *(depth + 1 for depth in depths)})
     layers, head = layer_linears(target), [target.head]
     forward, facts = start(target, draft.config.boundaries, most, int8=int8)
+    if not forward.rolls_back:
+        forward.close()
+    check_rolls_back(forward)
     forward.rows = None
-    if facts.path == "plain" and not int8:
+    if facts.path != "compiled" and not int8:
         for group in (layers, head):
             install(group, fastest_kernels(group, counts))
     proposer = draft_proposer(draft_forward(prepared(draft, target), forward, draft_int8))

@@ -3,6 +3,7 @@
 Shapes: B batch (1), R rows, H hidden, A width of the concatenated taps, V vocabulary.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.engine.cache import ATTENTION, RUNNING, KVCache, depths, register
+from eyas.engine.experts import use_experts_by_row
 from eyas.engine.rows import Lanes, TextRows
 from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries
@@ -28,6 +30,10 @@ class Forward(Protocol):
     cache: KVCache
     side_by_side: bool
     """Whether rows of several texts go through one forward, each with the bits of its lone run."""
+    rolls_back: bool
+    """Whether rows can be overwritten: without that nothing can be drafted."""
+    reason: str
+    """Why no faster way runs the target; empty where nothing forbids."""
     grain: int
     """A prompt in parts has the bits of the whole where they begin at multiples of this."""
 
@@ -48,52 +54,52 @@ class Forward(Protocol):
     def taps(self, path: Sequence[int] | None = None) -> Tensor: ...
 
 
-class TargetForward:
-    """Runs rows of one sequence; keeps the boundary states of the latest forward where taps are wanted.
+class ModuleForward:
+    """What forwards through transformers' own modules share: boundary states by hooks, rows at known positions.
 
     `rows` is the row bucket: how many rows `verify` computes whatever number it is given. None pads nothing: the
     unpadded baseline, whose rows may differ in their last bits.
     """
 
-    side_by_side, grain = False, PREFILL_ROWS
+    name: str
+    """Of the path, for the start-up line."""
+    side_by_side, rolls_back, grain, reason = False, True, PREFILL_ROWS, ""
 
     def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
         if boundaries:
             check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
-        if getattr(target.config, "num_attention_heads", None) is None:
-            raise no_attention(target, 0)
-        register()
-        self._own_attention = target.model.config._attn_implementation or "sdpa"
-        target.model.set_attn_implementation(ATTENTION)
         self.target, self.rows = target, rows
         self.boundaries = tuple(boundaries)
         self.cache = KVCache(target.dtype, target.model.device)
+        self.positions: list[int] = []
         self._states: dict[int, Tensor] = {}
-        # transformers takes a four-dimensional mask as prepared and builds none; the cache makes its own.
-        self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=target.model.device)
+        self._takes = inspect.signature(target.backbone.forward).parameters
         self._hooks = [self._hook(boundary) for boundary in self.boundaries]
 
+    @staticmethod
+    def unfit(target: Target) -> str | None:
+        """Why this way cannot run `target`, as far as its class and config tell."""
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Take the hooks off the target and give it its own attention back."""
+        """Take the hooks off the target."""
         for hook in self._hooks:
             hook.remove()
-        self.target.model.set_attn_implementation(self._own_attention)
 
     def prefill(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor | None]:
         """Fill the cache with a prompt. Final-normed state of the last row [1, 1, H], taps of all rows [1, T, A].
 
-        `start`, a multiple of PREFILL_ROWS: how many of its rows are there already, in chunks as here; none of them are
+        `start`, a multiple of `grain`: how many of its rows are there already, in chunks as here; none of them are
         in the taps. A prompt in parts has the bits of the whole.
         """
-        assert start % PREFILL_ROWS == 0, "a prompt is taken in whole chunks"
+        assert start % self.grain == 0, "a prompt is taken in whole chunks"
         taps = []
         last = None
-        for first in range(start, len(ids), PREFILL_ROWS):
-            last = self._forward(ids[first : first + PREFILL_ROWS], first, by_position=False)
+        for first in range(start, len(ids), self.grain):
+            last = self._prompt(ids[first : first + self.grain], first)
             if self.boundaries:
                 taps.append(self.taps())
         assert last is not None, "a prompt has at least one token"
-        self._check_layers()
         return last[:, -1:], torch.cat(taps, dim=1) if taps else None
 
     def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor:
@@ -103,14 +109,7 @@ class TargetForward:
         token), parents[i] < i; row i has position start + depth and sees the cache below `start`, the rows it follows
         and itself. It has the bits of the same row of a chain, and stands in the cache only once `keep` has been told.
         """
-        count = max(len(ids), self.rows or 0)
-        padded = [*ids, *[ids[-1]] * (count - len(ids))]
-        if parents is None or list(parents) == list(range(-1, len(ids) - 1)):
-            return self._forward(padded, start, by_position=True)
-        assert len(parents) == len(ids) and parents[0] == -1 and -1 not in parents[1:], "one root, a parent for each id"
-        self.cache.begin_paths(start, parents, count)
-        positions = [start + depth for depth in depths(parents)]
-        return self._run(padded, [*positions, *[start] * (count - len(ids))])
+        raise NotImplementedError
 
     def verify_texts(self, texts: Sequence[TextRows]) -> Lanes:
         """One after the other: a row's bits depend here on how many rows are multiplied beside it."""
@@ -120,7 +119,7 @@ class TargetForward:
 
     def keep(self, path: Sequence[int]) -> None:
         """Rows `path` of the latest verify, ascending from 0, stand: they become cache rows start, start + 1, ..."""
-        self.cache.keep(path)
+        raise NotImplementedError
 
     def logits(self, normed_BRH: Tensor) -> Tensor:
         """float32 logits [R, V]."""
@@ -134,29 +133,26 @@ class TargetForward:
         """Concatenated taps [1, R, A] of the latest forward, ascending boundaries; [1, P, A] of its rows `path`."""
         states = [self._states[boundary] for boundary in self.boundaries]
         if path is not None:
-            rows = torch.tensor(list(path), device=self._no_mask.device)
+            rows = torch.tensor(list(path), device=self.cache.device)
             states = [state[:, rows] for state in states]
         return torch.cat(states, dim=-1)
 
-    def _forward(self, ids: Sequence[int], start: int, *, by_position: bool) -> Tensor:
-        self.cache.begin(start, len(ids), by_position=by_position)
-        return self._run(ids, range(start, start + len(ids)))
+    def _prompt(self, ids: Sequence[int], start: int) -> Tensor:
+        """Final-normed states of a chunk of a prompt."""
+        raise NotImplementedError
 
-    def _run(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def _run(self, ids: Sequence[int], positions: Sequence[int], **given: Any) -> Any:
         """Rows that are padding or drafted may lie beyond the target's last position, which has no embedding of its own
         where positions are learned: they stand at the last, for no text ever holds them."""
-        device, last = self._no_mask.device, self.target.context_length - 1
+        device, last = self.cache.device, self.target.context_length - 1
+        self.positions = [min(position, last) for position in positions]
+        if "position_ids" in self._takes:
+            given["position_ids"] = torch.tensor([self.positions], device=device)
         running = RUNNING.set(self.cache)
         try:
-            output = self.target.backbone(
-                input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=torch.tensor([[min(position, last) for position in positions]], device=device),
-                attention_mask=self._no_mask,
-                use_cache=False,
-            )
+            return self.target.backbone(input_ids=torch.tensor([list(ids)], device=device), **given)
         finally:
             RUNNING.reset(running)
-        return output.last_hidden_state
 
     def _hook(self, boundary: int) -> Any:
         layers, n = self.target.layers, self.target.num_hidden_layers
@@ -171,10 +167,86 @@ class TargetForward:
     def _record_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._states[self.target.num_hidden_layers] = output if isinstance(output, Tensor) else output[0]
 
-    def _check_layers(self) -> None:
-        """A layer whose attention did not come through the cache (linear attention, a fixed kernel) has no past."""
+
+class TargetForward(ModuleForward):
+    """Attention through transformers' interface, over the KVCache: trees in one forward."""
+
+    name = "plain"
+
+    def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
+        super().__init__(target, boundaries, rows)
+        register()
+        self._own_attention = target.model.config._attn_implementation or "sdpa"
+        target.model.set_attn_implementation(ATTENTION)
+        self._own_experts = use_experts_by_row(target.model)
+        # transformers takes a four-dimensional mask as prepared and builds none; the cache makes its own.
+        self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=target.model.device)
+
+    @staticmethod
+    def unfit(target: Target) -> str | None:
+        if reason := keeps_state(target):
+            return reason
+        if "chunked_attention" in (getattr(target.config, "layer_types", None) or ()):
+            return "it attends in chunks"
+        return None if target.model._can_set_attn_implementation() else "it attends by code of its own"
+
+    def close(self) -> None:
+        """Take the hooks off the target and give it its own attention and experts back."""
+        super().close()
+        self.target.model.set_attn_implementation(self._own_attention)
+        if self._own_experts is not None:
+            self.target.model.set_experts_implementation(self._own_experts)
+
+    def prefill(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor | None]:
+        """ModuleForward.prefill. Raises InputError where a layer's attention did not come through the cache."""
+        found = super().prefill(ids, start)
         if len(self.cache.keys) != self.target.num_hidden_layers:
             raise no_attention(self.target, len(self.cache.keys))
+        return found
+
+    def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor:
+        count = max(len(ids), self.rows or 0)
+        padded = [*ids, *[ids[-1]] * (count - len(ids))]
+        if parents is None or list(parents) == list(range(-1, len(ids) - 1)):
+            return self._forward(padded, start, by_position=True)
+        assert len(parents) == len(ids) and parents[0] == -1 and -1 not in parents[1:], "one root, a parent for each id"
+        self.cache.begin_paths(start, parents, count)
+        positions = [start + depth for depth in depths(parents)]
+        return self._states_of(padded, [*positions, *[start] * (count - len(ids))])
+
+    def keep(self, path: Sequence[int]) -> None:
+        self.cache.keep(path)
+
+    def _prompt(self, ids: Sequence[int], start: int) -> Tensor:
+        return self._forward(ids, start, by_position=False)
+
+    def _forward(self, ids: Sequence[int], start: int, *, by_position: bool) -> Tensor:
+        self.cache.begin(start, len(ids), by_position=by_position)
+        return self._states_of(ids, range(start, start + len(ids)))
+
+    def _states_of(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return self._run(ids, positions, attention_mask=self._no_mask, use_cache=False).last_hidden_state
+
+
+STATE = "its layers keep a past of their own, which a rejected token would change for good"
+
+
+def keeps_state(target: Target) -> str | None:
+    """Why the target's past cannot be rolled back, as far as its class and config tell."""
+    if target.model._is_stateful or getattr(target.config, "num_attention_heads", None) is None:
+        return STATE
+    return None
+
+
+def check_rolls_back(forward: Forward) -> None:
+    """Raises InputError for a target that nothing can be drafted for."""
+    if not forward.rolls_back:
+        raise InputError(
+            wanted="a target whose past can be rolled back, to draft for it",
+            got=f"{type(forward.target.model).__name__}: {forward.reason}",
+            where="the embedded engine",
+            next="decode it plainly: no draft, no ngram; or serve it with --engine sglang or vllm",
+        )
 
 
 def no_attention(target: Target, found: int) -> InputError:

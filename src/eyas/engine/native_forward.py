@@ -43,7 +43,7 @@ def unsupported(target: Target) -> str | None:
 class NativeForward:
     """As TargetForward, over the target's own weights; needs no row bucket, so `rows` stays None."""
 
-    side_by_side, grain = True, 1
+    side_by_side, rolls_back, grain, reason = True, True, 1, ""
 
     def __init__(
         self, target: Target, library: ctypes.CDLL, boundaries: Sequence[int] = (), *, int8: bool = False

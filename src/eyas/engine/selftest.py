@@ -54,7 +54,11 @@ lost or an attention misread was off by 0.3 to 1.6, bfloat16 over 30 layers by 0
 
 
 def own_states(target: Target) -> Tensor:
-    """Final-normed states [R, H] of OWN_ROWS rows by the target's own forward, attention and all."""
+    """Final-normed states [R, H] of OWN_ROWS rows by the target's own forward, attention and all.
+
+    Raises InputError for a target without a context length.
+    """
+    assert target.context_length > OWN_ROWS, "a context holds the self-test"
     ids = torch.tensor([_ids(OWN_ROWS, target.vocab_size, seed=2)], device=target.model.device)
     return target.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
 
@@ -68,8 +72,12 @@ def error_of(forward: Forward, own_RH: Tensor) -> float:
     ids = _ids(OWN_ROWS, forward.target.vocab_size, seed=2)
     forward.cache.reserve(OWN_ROWS)
     forward.prefill(ids[:OWN_PROMPT])
-    # One by one: within a forward a state is carried from row to row.
-    rows_RH = torch.stack([forward.verify(ids[at : at + 1], at)[0, 0] for at in range(OWN_PROMPT, OWN_ROWS)]).float()
+    rows = []
+    for at in range(OWN_PROMPT, OWN_ROWS):  # one by one: within a forward a state is carried from row to row
+        if forward.rolls_back:
+            forward.verify([(ids[at] + 1) % forward.target.vocab_size], at)  # a wrong row, overwritten by the right one
+        rows.append(forward.verify(ids[at : at + 1], at)[0, 0])
+    rows_RH = torch.stack(rows).float()
     expected_RH = own_RH[OWN_PROMPT:].float()
     off = (rows_RH - expected_RH).norm(dim=-1) / expected_RH.norm(dim=-1)
     return float(off.median())

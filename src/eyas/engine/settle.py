@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from eyas.engine.forward import TargetForward
+from eyas.engine.forward import ModuleForward
 from eyas.engine.linear import fastest_kernels, install, install_int8
 from eyas.engine.selftest import check_rows
 from eyas.errors import InputError
@@ -33,24 +33,29 @@ class EngineFacts:
     """Rows to kernel, for the plain path's linears; F.linear for all other row counts, int8 for all in int8."""
     head_kernels: dict[int, str] = field(default_factory=dict)
     path: str = "plain"
-    """`compiled` (native.cpp) or `plain` (transformers' modules)."""
+    """`compiled` (native.cpp); through transformers' modules `plain`, `own attention` or `own state`."""
     why: str = ""
-    """Why the plain path runs, where the compiled one was asked for."""
+    """Why no faster path runs."""
 
     def describe(self) -> str:
         """The start-up line."""
         why = "every row bit-equal in the self-test" if self.lossless else "ROWS DIFFER IN THE SELF-TEST: not lossless"
-        if self.rows is None:
+        if self.path == "compiled":
             return f"engine: {self.precision}, compiled kernels, no row bucket ({why})"
-        path = f"plain path ({self.why})" if self.why else "plain path"
+        path = f"{self.path} path ({self.why})" if self.why else f"{self.path} path"
+        rows, bucket = self.rows or 1, f"bucket of {self.rows} rows ({why})"
+        if self.path == "own state":
+            bucket = "one row at a time: it decodes, and nothing can be drafted for it"
+        elif self.path == "own attention":
+            bucket += ", trees verified path by path: draft chains"
         return (
-            f"engine: {self.precision}, {path}, bucket of {self.rows} rows ({why}); linears "
-            f"{self.layer_kernels[self.rows]}, head {self.head_kernels[self.rows]}"
+            f"engine: {self.precision}, {path}, {bucket}; linears {self.layer_kernels[rows]}, "
+            f"head {self.head_kernels[rows]}"
         )
 
 
 def settle(
-    forward: TargetForward, most: int, kernels: str = "auto", *, int8: bool = False, why: str = ""
+    forward: ModuleForward, most: int, kernels: str = "auto", *, int8: bool = False, why: str = ""
 ) -> EngineFacts:
     """Install kernels for forwards of up to `most` rows and set `forward.rows`.
 
@@ -65,6 +70,7 @@ def settle(
             where="precision int8",
             next="--precision bfloat16",
         )
+    most = most if forward.rolls_back else 1
     powers = 2 ** (most - 1).bit_length()
     tables: list[dict[int, str]] = [{}, {}]
     for choice in ("int8",) if int8 else dict.fromkeys((kernels, "torch")):
@@ -77,8 +83,8 @@ def settle(
             tables = [{1: names[1], rows: names[rows]} for names in fastest]
             for group, table in zip(groups, tables, strict=True):
                 install_int8(group) if int8 else install(group, table)
-            forward.rows = rows
-            if check_rows(forward, rows):
+            forward.rows = rows if forward.rolls_back else None
+            if not forward.rolls_back or check_rows(forward, rows):
                 return _facts(forward, most, True, tables, int8, why)
     say(
         "engine: WARNING: on this machine a row's bits depend on the forward that computes it, padded or not; "
@@ -88,7 +94,9 @@ def settle(
 
 
 def layer_linears(target: Target) -> list[nn.Linear]:
-    return [module for module in target.layers.modules() if isinstance(module, nn.Linear)]
+    """Those that multiply as nn.Linear does: some architectures' routers are linears that give something else."""
+    modules = target.layers.modules()
+    return [module for module in modules if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward]
 
 
 def precision_name(target: Target, int8: bool) -> str:
@@ -96,7 +104,7 @@ def precision_name(target: Target, int8: bool) -> str:
 
 
 def _facts(
-    forward: TargetForward, most: int, lossless: bool, tables: Sequence[dict[int, str]], int8: bool, why: str
+    forward: ModuleForward, most: int, lossless: bool, tables: Sequence[dict[int, str]], int8: bool, why: str
 ) -> EngineFacts:
     return EngineFacts(
         precision=precision_name(forward.target, int8),
@@ -105,5 +113,6 @@ def _facts(
         lossless=lossless,
         layer_kernels=tables[0],
         head_kernels=tables[1],
+        path=forward.name,
         why=why,
     )

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from eyas.engine.forward import Forward, TargetForward
+from eyas.engine.forward import Forward, ModuleForward, TargetForward
 from eyas.engine.linear import uninstall
 from eyas.engine.native_build import load_native
 from eyas.engine.native_forward import NativeForward, unsupported
+from eyas.engine.own_past import CacheForward, StateForward
 from eyas.engine.selftest import OWN_ERROR, check_rows, error_of, own_states
 from eyas.engine.settle import EngineFacts, layer_linears, precision_name, settle
 from eyas.errors import InputError
@@ -33,26 +34,57 @@ def start(
     native = _native(target, boundaries, most, int8, own) if kernels == "auto" and plain is None else plain or ""
     if not isinstance(native, str):
         return native
-    forward = TargetForward(target, boundaries)
+    forward = _through_modules(target, boundaries, own)
     try:
-        _hold_to(forward, own)
-        return forward, settle(forward, most, kernels, int8=int8, why=native)
+        why = "; ".join(reason for reason in (native, forward.reason) if reason)
+        return forward, settle(forward, most, kernels, int8=int8, why=why)
     except InputError:
         forward.close()
         uninstall([*layer_linears(target), target.head])
         raise
 
 
-def _hold_to(forward: TargetForward, own: Tensor) -> None:
-    error = error_of(forward, own)
-    if not error < OWN_ERROR:
-        raise InputError(
-            wanted="a target whose layers' past is keys and values under scaled dot-product attention",
-            got=f"rows of {type(forward.target.model).__name__} that are off its own forward's by {error:.0%}: its "
-            "layers keep a state beside them, which a rejected token would have changed for good, or attend otherwise",
-            where="the embedded engine",
-            next="serve this target with --engine sglang or vllm",
-        )
+WAYS: tuple[type[ModuleForward], ...] = (TargetForward, CacheForward, StateForward)
+"""Through transformers' modules, the fastest first."""
+MISFITS = (InputError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+"""What an architecture's code raises that is handed a past it was not written for."""
+
+
+def _through_modules(target: Target, boundaries: Sequence[int], own: Tensor) -> ModuleForward:
+    """The first way whose rows are the target's own; its `reason` says why not those before it.
+
+    Raises InputError where there is none.
+    """
+    reasons: list[str] = []
+    for way in WAYS:
+        forward = _made(way, target, boundaries, own)
+        if not isinstance(forward, str):
+            forward.reason = "; ".join(reasons)
+            return forward
+        reasons += [forward] if forward not in reasons else []
+    raise InputError(
+        wanted="a target whose past is keys and values, or a state that its own forward takes and gives",
+        got=f"{type(target.model).__name__}: {'; '.join(reasons)}",
+        where="the embedded engine",
+        next="serve this target with --engine sglang or vllm",
+    )
+
+
+def _made(way: type[ModuleForward], target: Target, boundaries: Sequence[int], own: Tensor) -> ModuleForward | str:
+    """A forward that has given the target's own rows, or why it is none."""
+    if reason := way.unfit(target):
+        return reason
+    forward = way(target, boundaries)
+    try:
+        error = error_of(forward, own)
+        if error < OWN_ERROR:
+            return forward
+        reason = f"rows over the engine's cache are off its own forward's by {error:.0%}"
+    except MISFITS as error:
+        told = error.got if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        reason = f"its code does not take the engine's cache ({told.strip().splitlines()[0]})"
+    forward.close()
+    return reason
 
 
 def _native(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas import __version__
-from eyas.engine.forward import Forward
+from eyas.engine.forward import Forward, ModuleForward
 from eyas.engine.propose import DraftProposer
 from eyas.engine.tree import Tree
 from eyas.engine.verify import Walk
@@ -96,6 +96,7 @@ class EngineTrace:
     """
 
     def __init__(self, request: TraceRequest, forward: Forward, chain: DraftProposer | None) -> None:
+        assert isinstance(forward, ModuleForward), "a trace hooks on modules"
         target = forward.target
         header = Header(
             format=FORMAT,
@@ -181,7 +182,7 @@ class EngineTrace:
             return
         assert self._embedded is not None, "a forward embeds its ids"
         states = [(boundary, self.forward.state(boundary)) for boundary in self.forward.boundaries]
-        ids, positions = kwargs["input_ids"][0].tolist(), kwargs["position_ids"][0].tolist()
+        ids, positions = kwargs["input_ids"][0].tolist(), self.forward.positions
         self._tokens |= dict(zip(positions, ids, strict=True))
         self._pending = (ids, positions, [(None, self._embedded), *states])
 

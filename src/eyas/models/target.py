@@ -35,7 +35,10 @@ from eyas.run import hash_bytes, hash_json
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 LAYER_LISTS = ("layers", "h", "blocks")
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "ln_out")
+CONTEXT_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "context_length")
+ENDLESS = 2**20
+"""Taken as the context length of a state that any text goes through."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,9 +94,12 @@ class Target:
 
     @property
     def context_length(self) -> int:
-        """Raises InputError for a config that names none (positions that have no end)."""
-        length = getattr(self.config, "max_position_embeddings", None)
-        if not isinstance(length, int):
+        """Raises InputError for a config that names none, unless the target keeps a state, which no length ends."""
+        lengths = (getattr(self.config, name, None) for name in CONTEXT_LENGTHS)
+        length = next((length for length in lengths if isinstance(length, int)), None)
+        if length is None and self.model._is_stateful:
+            return ENDLESS
+        if length is None:
             raise InputError(
                 wanted="a target with a context length (max_position_embeddings)",
                 got=f"none in the config of {type(self.model).__name__}",
@@ -318,6 +324,8 @@ def _unloadable(folder: Path, got: str) -> InputError:
 
 def _backbone(model: PreTrainedModel) -> nn.Module:
     decoder = model.get_decoder()
+    if decoder is model:  # Llama 4's text model goes by another name than its class says
+        decoder = model.get_submodule("model")
     assert isinstance(decoder, nn.Module), f"{type(model).__name__} has a decoder"
     return decoder
 
