@@ -73,7 +73,7 @@ def start(port: int, fate: dict) -> int:
     line("Init torch distributed ends. mem usage=0.10 GB")
     line("Load weight begin. avail mem=70.00 GB")
     if fate.get("child"):
-        subprocess.Popen([sys.executable, __file__, "--child"])
+        subprocess.Popen([sys.executable, __file__, "--child", fate["child"]])
     for shard in range(1, 9):
         time.sleep(PACE_S)
         bar = f"{shard * 12:3d}% Completed | {shard}/8 [00:0{shard}<00:01, 1.0it/s]"
@@ -120,7 +120,8 @@ def start(port: int, fate: dict) -> int:
 def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["--child"]:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if words[1] == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
         return 0
     fate = json.loads(os.environ.get("FAKE", '{"fate": "ready"}'))

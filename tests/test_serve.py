@@ -28,9 +28,10 @@ from eyas.launch.find import all_servers, of_folder, of_pid, of_url
 from eyas.launch.interpreter import installed
 from eyas.launch.keeper import StampedLog
 from eyas.launch.kernel import oom_killed, oom_kills
-from eyas.launch.process import is_same, read_server, start
+from eyas.launch.process import is_same, read_server, start, tree
 from eyas.launch.stop import Doomed, by_pid, stop
 from eyas.launch.watch import Watch, steady_clock
+from eyas.pipeline.interrupts import Signalled, interrupts
 from eyas.pipeline.serve import Launch, prepare, serve
 from eyas.pipeline.watch import targets, watch_once
 from eyas.recipe import recipe_of
@@ -84,7 +85,7 @@ def fated(interpreter: Path, tmp_path: Path) -> Iterator[Fated]:
 
 
 def test_a_server_is_started_watched_measured_and_stopped(fated: Fated) -> None:
-    launch = fated(child=True)
+    launch = fated(child="deaf")
     ready = serve(launch, detach=True)
     assert ready["state"] == "ready" and ready["url"] == launch.command.url and ready["pid"] == ready["pgid"]
     assert os.getpgid(ready["pid"]) == ready["pid"] != os.getpgid(0)
@@ -293,6 +294,19 @@ def test_a_pid_that_was_taken_by_another_since_is_left_alone() -> None:
             by_pid(pid)
 
 
+def test_what_a_dead_root_that_nobody_buried_left_behind_is_stopped_too() -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as root:
+        assert root.stdout is not None
+        created = psutil.Process(root.pid).create_time()
+        child = psutil.Process(int(root.stdout.readline()))
+        while psutil.Process(root.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        ended = stop(Doomed(root.pid, created), grace_s=5.0)
+        assert ended["stopped"] and child.pid in ended["pids"] and ended["killed"] == []
+        assert not is_same(child.pid, None)
+
+
 def test_an_interpreter_without_the_engine_is_wrong_usage(fated: Fated, interpreter: Path) -> None:
     recipe = recipe_of(("serve.engine=sglang", "serve.plain=true", "serve.python=/no/python", "target.name=target"))
     with pytest.raises(InputError, match="interpreter that has the engine"):
@@ -326,28 +340,60 @@ def test_a_start_without_a_draft_says_how_to_give_one(interpreter: Path) -> None
         prepare(recipe)
 
 
+HEEDING = "import signal, sys; signal.signal(signal.SIGINT, {}); from eyas.cli import main; main(sys.argv[1:])"
+"""`eyas` under a SIGINT of its own: that of a shell's background job, which this suite may be, is ignored."""
+HEEDED, IGNORED = HEEDING.format("signal.default_int_handler"), HEEDING.format("signal.SIG_IGN")
+ASKED = (b"loading, phase weights", signal.SIGTERM)
+INTERRUPT, AGAIN = (b"loading, phase weights", signal.SIGINT), (b"asking 2 process(es)", signal.SIGINT)
+HUNG_UP = (b"", signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
-    ("fate", "said", "code"), [("ready", b"Ctrl-C stops it", 0), ("silent", b"loading, phase weights", 130)]
+    ("program", "child", "sent", "code"),
+    [
+        (HEEDED, "heeds", [(b"Ctrl-C stops it", signal.SIGINT)], 0),
+        (HEEDED, "heeds", [INTERRUPT], 130),
+        (HEEDED, "deaf", [INTERRUPT, AGAIN], 130),  # the second one ends the grace of 20 s
+        (HEEDED, "heeds", [ASKED], 143),
+        (IGNORED, "heeds", [INTERRUPT, HUNG_UP], 129),
+        (IGNORED, "heeds", [(b"; kill ", signal.SIGTERM)], 0),
+    ],
 )
-def test_an_interrupt_of_serve_stops_the_whole_tree(
-    interpreter: Path, tmp_path: Path, fate: str, said: bytes, code: int
+def test_a_signal_to_serve_stops_the_whole_tree_and_an_ignored_one_stays_ignored(
+    interpreter: Path, tmp_path: Path, program: str, child: str, sent: list[tuple[bytes, signal.Signals]], code: int
 ) -> None:
-    command = [sys.executable, "-m", "eyas.cli", "serve", "--engine", "sglang", "--plain", "--python", str(interpreter)]
-    words = [*command, "--target", str(tmp_path / "target"), "--port", str(free_port()), "--json"]
-    environment = os.environ | {"FAKE": json.dumps({"fate": fate})}
+    words = ["serve", "--engine", "sglang", "--plain", "--python", str(interpreter), "--json"]
+    words += ["--target", str(tmp_path / "target"), "--port", str(free_port())]
+    environment = os.environ | {"FAKE": json.dumps({"fate": "silent" if code else "ready", "child": child})}
     with subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", program, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as running:
         assert running.stderr is not None
-        assert any(said in line for line in running.stderr)
-        server = read_server(tmp_path / "runs" / "run" / "serve-plain")
-        assert is_same(server.pid, server.created)
-        running.send_signal(signal.SIGINT)
+        members: list[psutil.Process] = []
+        for said, number in sent:
+            assert not said or any(said in line for line in running.stderr)
+            members = members or tree(read_server(tmp_path / "runs" / "run" / "serve-plain").pid)
+            running.send_signal(number)
         out, _ = running.communicate()
     result = json.loads(out)
-    assert running.returncode == code
-    assert (result["state"], result["port_free"]) == ("stopped", True) if code == 0 else result["error"]
-    assert not is_same(server.pid, server.created)
+    assert running.returncode == code and len(members) == 2
+    if code == 0:
+        assert (result["state"], result["stopped"], result["port_free"]) == ("stopped", True, True)
+    else:
+        assert result["error"]["got"] == {130: "an interrupt", 129: "SIGHUP", 143: "SIGTERM"}[code]
+    assert not any(is_same(one.pid, None) for one in members)
+
+
+def test_a_signal_while_a_server_is_half_started_waits_until_it_can_be_stopped() -> None:
+    with pytest.raises(Signalled, match="SIGTERM"), interrupts() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.release()
+        pytest.fail("the signal is raised by now")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

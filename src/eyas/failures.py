@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from eyas.errors import EyasError, InputError, MissingDependency
 from eyas.pipeline.doctor import INSTALL_STACK, TORCH_STACK
+from eyas.pipeline.interrupts import Signalled
 
 
 def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
@@ -24,10 +25,9 @@ def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
     )
 
 
-def interrupted() -> EyasError:
-    return EyasError(
-        wanted="the command to finish", got="an interrupt", where="the keyboard", next="the same command resumes"
-    )
+def interrupted(by: KeyboardInterrupt) -> EyasError:
+    got, where = (str(by), "another process") if isinstance(by, Signalled) else ("an interrupt", "the keyboard")
+    return EyasError(wanted="the command to finish", got=got, where=where, next="the same command resumes")
 
 
 def setting_error(cause: BaseException | None) -> str:

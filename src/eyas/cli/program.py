@@ -11,10 +11,13 @@ from eyas.cli import checks, keep, servers, stages
 from eyas.cli.app import app
 from eyas.errors import EyasError
 from eyas.failures import interrupted, missing, report, usage_error
+from eyas.pipeline.interrupts import Signalled
 from eyas.progress import say
 from eyas.run import disk_error
 
 INTERRUPTED = 130
+SIGNALLED = 128
+"""And the signal's number, as shells have it: 143 for SIGTERM."""
 COMMANDS = (stages, checks, servers, keep)
 """Importing them registers their commands."""
 
@@ -35,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)
     except OSError as error:
         sys.exit(report(disk_error(Path(error.filename or "."), error), tokens))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if "--json" in tokens:
-            report(interrupted(), tokens)
+            report(interrupted(error), tokens)
         say("interrupted; the same command resumes")
-        sys.exit(INTERRUPTED)
+        sys.exit(SIGNALLED + error.number if isinstance(error, Signalled) else INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)

@@ -14,7 +14,7 @@ import psutil
 from eyas.errors import InputError
 from eyas.launch.evidence import port_of
 from eyas.launch.gpus import Gpu, gpus
-from eyas.launch.process import ASKED, Server, created_at, is_same, require_ours, tree
+from eyas.launch.process import ASKED, SAME_START_S, Server, created_at, require_ours, tree
 from eyas.run import write_atomic
 
 GRACE_S = 20.0
@@ -72,8 +72,7 @@ def stop(doomed: Doomed, *, grace_s: float = GRACE_S, say: Callable[[str], None]
 
     A pid that was taken by another process since is left alone.
     """
-    ours = is_same(doomed.pid, doomed.created) or _orphans(doomed)
-    victims = tree(doomed.pid) if ours else []
+    victims = tree(doomed.pid) if _ours(doomed) else []
     if doomed.folder is not None:
         write_atomic(doomed.folder / ASKED, json.dumps({"time": time.time()}) + "\n")
     killed: list[int] = []
@@ -99,9 +98,13 @@ def stop(doomed: Doomed, *, grace_s: float = GRACE_S, say: Callable[[str], None]
     }
 
 
-def _orphans(doomed: Doomed) -> bool:
-    """The root is gone and its session goes on: ours alone, for a session's number is not given away while it lasts."""
-    return doomed.folder is not None and created_at(doomed.pid) is None and bool(tree(doomed.pid))
+def _ours(doomed: Doomed) -> bool:
+    """Whether the number still stands for what is to be stopped: the root, dead and not yet buried at the worst, or
+    nobody any more, and its session goes on: ours alone, for a session's number is not given away while it lasts."""
+    created = created_at(doomed.pid)
+    if created is None:
+        return doomed.folder is not None
+    return doomed.created is None or abs(created - doomed.created) <= SAME_START_S
 
 
 def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

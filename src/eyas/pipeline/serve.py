@@ -1,9 +1,7 @@
 """`eyas serve`: preflight, then one command line, started, watched until it is ready, and explained where it is not."""
 
-import signal
+import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from eyas.launch.process import Server, start
 from eyas.launch.state import Status, phase_times
 from eyas.launch.stop import Doomed, stop
 from eyas.launch.watch import LOOK_S, Watch
+from eyas.pipeline.interrupts import by_keyboard, interrupts
 from eyas.pipeline.live import LiveAcceptance, acceptance_of
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.watch_view import Screen, acceptance_words
@@ -181,41 +180,35 @@ def serve(launch: Launch, *, detach: bool = False, force: bool = False) -> dict[
     """Start, wait until ready, and stay (or leave, `detach`) with the server.
 
     Returns `url pid pgid log state ready_s phases`. Raises CheckFailed before a start that preflight refuses,
-    ServerDied where it dies or stays stuck; on an interrupt the whole tree is stopped first.
+    ServerDied where it dies or stays stuck; on an interrupt (Ctrl-C, SIGTERM, SIGHUP) the whole tree is stopped first.
     """
     if not force:
         refuse(launch)
     for note in launch.command.notes:
         say(f"note: {note}")
     say(launch.command.line)
-    server = start(launch.command, launch.folder, launch.key)
-    watch = Watch(of_folder(launch.folder), launch.expected)
+    with interrupts() as signals:
+        server = start(launch.command, launch.folder, launch.key)
+        watch = Watch(of_folder(launch.folder), launch.expected)
+        try:
+            signals.release()
+            with Screen(console, say) as screen:
+                status = _until_ready(watch, server, screen, launch.settings.give_up_s)
+                result = _result(watch, server, status)
+                return result if detach else _stay(watch, server, screen, result)
+        except KeyboardInterrupt:
+            _stop(server)
+            raise
+        finally:
+            watch.close()
+
+
+def _stop(server: Server) -> dict[str, Any]:
+    """Stop the whole tree; a second interrupt ends the grace."""
     try:
-        with _terminated_as_interrupted(), Screen(console, say) as screen:
-            status = _until_ready(watch, server, screen, launch.settings.give_up_s)
-            result = _result(watch, server, status)
-            if detach:
-                return result
-            return _stay(watch, server, screen, result)
+        return stop(Doomed.of(server), say=say)
     except KeyboardInterrupt:
-        stop(Doomed.of(server), say=say)
-        raise
-    finally:
-        watch.close()
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Generator[None]:
-    """SIGTERM ends a serving command as Ctrl-C does: with its server."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return stop(Doomed.of(server), grace_s=0.0, say=say)
 
 
 def _until_ready(watch: Watch, server: Server, screen: Screen, give_up_s: float) -> Status:
@@ -245,7 +238,8 @@ def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) 
     """Follow a ready server until it ends or is interrupted, which is its usual end."""
     live = acceptance_of(of_folder(Path(server.folder)))
     try:
-        say(f"ready at {server.url} after {result['ready_s']:.1f} s; Ctrl-C stops it")
+        how = "Ctrl-C" if by_keyboard() else f"kill {os.getpid()}"
+        say(f"ready at {server.url} after {result['ready_s']:.1f} s; {how} stops it")
         while True:
             status = watch.look()
             screen.show(status, server.url, watch.log, watch.gpus, live_words(live, watch))
@@ -255,7 +249,7 @@ def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) 
                 return result | {"state": "stopped"}
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
-        ended = stop(Doomed.of(server), say=say)
+        ended = _stop(server)
         return result | {"state": "stopped"} | ended
     finally:
         live.close()
