@@ -256,6 +256,7 @@ def test_loaders_know_who_has_a_place_for_the_placeholder(tmp_path: Path) -> Non
     for engine in ("vllm@0.20", "vllm@0.24", "vllm@0.33"):
         report = loader_report(folder, engine)
         assert report.verdict == "pass", report.problems
+        assert report.engine.runner == "v1" and report.gpu_default is None and report.scope == f"{engine}/v1"
         assert report.fates is not None and report.fates.loaded["mask_hidden"] == "mask_hidden"
     assert '"parallel_drafting": true' in report.words["algorithm"]
     other = loader_report(folder, "sglang")

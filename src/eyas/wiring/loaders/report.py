@@ -79,7 +79,7 @@ class LoaderReport:
     @property
     def scope(self) -> str:
         """What a pass is a pass for."""
-        if self.engine.runner != "v1":
+        if self.engine.runner != "v1" or self.declared.method == "peagle":
             return str(self.engine)
         return f"{self.engine}: the V1 runner (CPU, or VLLM_USE_V2_MODEL_RUNNER=0) only, not the default on GPUs"
 
@@ -141,12 +141,14 @@ def loader_report(
     declared = read_config(raw, _identity(facts, raw))
     facts = _fill(facts, declared)
     reader = _runner(reader, facts, asked=engine if isinstance(engine, str) else "")
+    v1_only = reader.name == "vllm" and declared.method == "peagle"  # V2 has no parallel drafting for EAGLE (0.24 on)
+    reader = replace(reader, runner="v1") if v1_only else reader
     view = view_of(raw if "architectures" in raw or is_speculators(raw) else _named(raw, headers, reader), reader)
     capture = _captures(reader, raw, view, facts)
     placed = None if headers is None else fates(view, headers)
     case = Case(view, declared, facts, capture, placed, headers)
     problems, words = judge(case)
-    gpu = replace(reader, runner="v2") if reader.runner == "v1" and reader.since("0.32") else None
+    gpu = replace(reader, runner="v2") if reader.runner == "v1" and reader.since("0.32") and not v1_only else None
     return LoaderReport(
         engine=reader,
         class_name=view.class_name,
