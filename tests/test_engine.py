@@ -337,6 +337,14 @@ def test_a_prompt_without_room_or_a_chain_without_a_draft_is_refused(target32: T
             engine.generate(prompt, 5)
     with pytest.raises(InputError, match="a draft"):
         engine.generate([5], 5, num_steps=1)
+    for count in (0, -3):
+        with pytest.raises(InputError, match=f"1 new token or more; got {count}; at max_new_tokens"):
+            engine.generate([5], count)
+    deep = engine_of(target32)
+    for num_steps in (-1, deep.num_steps + 1):
+        with pytest.raises(InputError, match=f"0 .plain decoding. to {deep.num_steps} levels.*; got {num_steps}"):
+            deep.generate([5], 5, num_steps=num_steps)
+    deep.close()
 
 
 def test_a_draft_for_another_target_is_refused(target32: Target, tmp_path: Path) -> None:

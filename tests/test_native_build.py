@@ -46,7 +46,7 @@ def test_a_library_is_of_one_processor_one_compiler_and_one_source(
     assert len({first, *others, key()}) == 5
 
 
-def test_no_compiler_a_wrong_one_and_no_folder_are_reasons(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_and_a_wrong_one_are_reasons(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def why() -> str:
         load_native.cache_clear()
         found = load_native()
@@ -57,10 +57,37 @@ def test_no_compiler_a_wrong_one_and_no_folder_are_reasons(fresh: Path, monkeypa
     assert why() == "no C++ compiler (no-such-compiler)"
     monkeypatch.setenv("CXX", str(compiler(fresh)))
     assert why().endswith("cc: no such target")
-    assert list((fresh / "cache" / "native").iterdir()) == []
-    (fresh / "file").touch()
-    monkeypatch.setenv("EYAS_CACHE", str(fresh / "file"))
-    assert "Not a directory" in why()
+    assert not (fresh / "cache").exists()
+
+
+@pytest.mark.parametrize("broken", ["a file", "read only", "full"])
+def test_a_cache_that_cannot_be_written_costs_no_kernels(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The library is built in a folder of this process, which is said."""
+    said: list[str] = []
+    script = compiler(fresh)
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n'
+    )
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(native_build, "say", said.append)
+    monkeypatch.setattr(native_build, "_declared", lambda library: library)
+    monkeypatch.setattr(native_build.ctypes, "CDLL", lambda path: Path(path).read_text() and Path(path))
+    monkeypatch.setattr(native_build.tempfile, "tempdir", str(fresh))
+
+    def refuse(*paths: Path) -> None:
+        raise OSError(28 if broken == "full" else 13, "No space left on device" if broken == "full" else "Permission")
+
+    if broken == "a file":
+        (fresh / "cache").touch()
+    else:
+        monkeypatch.setattr(native_build.shutil, "copyfile", refuse)
+    library = load_native()
+    assert isinstance(library, Path)
+    assert library.parent.parent == fresh
+    assert "for this process only: they cannot be kept in" in said[0]
+    assert not list((fresh / "cache").rglob("*.tmp"))
 
 
 def test_a_library_cut_short_is_compiled_again_aloud(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

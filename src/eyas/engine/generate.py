@@ -111,8 +111,8 @@ class Engine:
         """Continue `prompt_ids`; `num_steps` levels drafted a round at most, 0 for plain decoding.
 
         `padded` False lets plain decoding run single rows whatever the bucket: the other baseline, whose text may part
-        at near ties. Raises InputError for an empty prompt, one that fills the context or the cache, or drafting
-        without a draft.
+        at near ties. Raises InputError for an empty prompt, one that fills the context or the cache, no new tokens,
+        drafting without a draft or deeper than the engine was made for.
         """
         bucket = self.forward.rows
         try:
@@ -228,6 +228,10 @@ class Engine:
 
     def _check(self, prompt_ids: Sequence[int], max_new_tokens: int, num_steps: int) -> None:
         context = self.target.context_length
+        if max_new_tokens < 1:
+            raise InputError(
+                wanted="1 new token or more", got=str(max_new_tokens), where="max_new_tokens", next="max_new_tokens=64"
+            )
         if not 0 < len(prompt_ids) < context:
             raise InputError(
                 wanted=f"a prompt of 1 to {context - 1} tokens (the target's context is {context})",
@@ -255,5 +259,10 @@ class Engine:
             raise InputError(
                 wanted="a draft", got="an engine without one", where=f"num_steps={num_steps}", next="--draft DRAFT"
             )
-        assert num_steps <= self.num_steps, f"this engine was made for {self.num_steps} steps at most"
-        assert max_new_tokens >= 1, "at least one new token"
+        if not 0 <= num_steps <= self.num_steps:
+            raise InputError(
+                wanted=f"0 (plain decoding) to {self.num_steps} levels, as deep as this engine was made for",
+                got=str(num_steps),
+                where="num_steps",
+                next=f"num_steps={self.num_steps}, or an engine made with num_steps={max(1, num_steps)}",
+            )

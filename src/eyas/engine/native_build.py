@@ -4,11 +4,13 @@ No torch headers, so it takes seconds; one OpenMP runtime, torch's own, which th
 goes wrong is a reason to give, never an error: the engine then runs its plain path.
 """
 
+import atexit
 import ctypes
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -40,13 +42,7 @@ def load_native() -> ctypes.CDLL | str:
         return f"no C++ compiler ({named or ', '.join(COMPILERS)})"
     try:
         library = cache_folder() / "native" / f"{_key(compiler)}.so"
-        if library.is_file():
-            try:
-                return _declared(ctypes.CDLL(str(library)))
-            except (OSError, AttributeError) as error:  # a disk that was full, a file cut short
-                say(f"engine: {library} cannot be loaded ({error}): compiled again")
-        _compile(compiler, library)
-        return _declared(ctypes.CDLL(str(library)))
+        return _kept(library) or _declared(ctypes.CDLL(str(_compile(compiler, library))))
     except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", None)
         return f"{compiler}: {(output or str(error)).strip().splitlines()[0]}"
@@ -54,17 +50,58 @@ def load_native() -> ctypes.CDLL | str:
         return str(error)
 
 
-def _compile(compiler: str, library: Path) -> None:
-    started = time.perf_counter()
+def _kept(library: Path) -> ctypes.CDLL | None:
+    """An earlier start's library; None where there is none that loads."""
+    try:
+        return _declared(ctypes.CDLL(str(library))) if library.is_file() else None
+    except (OSError, AttributeError) as error:  # a disk that was full, a file cut short, a folder that is not ours
+        say(f"engine: {library} cannot be loaded ({error}): compiled again")
+        return None
+
+
+def _compile(compiler: str, library: Path) -> Path:
+    """The library, in the cache; where that cannot be written, in a folder that goes with this process, aloud."""
+    started, folder = time.perf_counter(), _workplace(library)
+    built = folder / library.name
+    try:
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        seconds = f"engine: compiled its kernels ({time.perf_counter() - started:.1f} s)"
+        try:
+            _keep(built, library)
+        except OSError as error:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            say(
+                f"{seconds}, for this process only: they cannot be kept in {library.parent} ({error.strerror or error})"
+            )
+            return built
+    except subprocess.SubprocessError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    say(f"{seconds} once, kept in {library.parent}")
+    return library
+
+
+def _workplace(library: Path) -> Path:
+    """A new folder to compile in: the system's temporary one, else beside the library."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="eyas-"))
+    except OSError:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".eyas-", dir=library.parent))
+
+
+def _keep(built: Path, library: Path) -> None:
+    """Copy it into the cache at one stroke, so that no other process loads half of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     temporary = library.with_name(f".{library.name}.{os.getpid()}.tmp")
     try:
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(temporary)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        shutil.copyfile(built, temporary)
         temporary.replace(library)
-    finally:
+    except OSError:
         temporary.unlink(missing_ok=True)
-    say(f"engine: compiled its kernels once ({time.perf_counter() - started:.1f} s), kept in {library.parent}")
+        raise
 
 
 def _key(compiler: str) -> str:
