@@ -160,8 +160,9 @@ def _per_step(step_of_C: Tensor, values_C: Tensor, steps: int) -> Tensor:
 class ChunkedLoss(torch.autograd.Function):
     """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
 
-    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, and one
-    softmax serves loss and gradient. Returns the weighted sum, and per row the loss and whether the argmax is `truth`.
+    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in buffers
+    that every chunk uses again (fresh pages cost more than what is computed in them), and one softmax serves loss and
+    gradient. Returns the weighted sum, and per row the loss and whether no other logit is above that of `truth`.
     """
 
     @staticmethod
@@ -177,28 +178,49 @@ class ChunkedLoss(torch.autograd.Function):
         objective: Objective,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
-        grad_x = torch.empty_like(x_CH)
-        grad_weight = torch.zeros_like(weight_DH)
-        loss_C = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        hit_C = torch.empty(len(x), dtype=torch.bool, device=x.device)
-        for start in range(0, len(x), CHUNK):
-            part = slice(start, start + CHUNK)
-            logits = F.linear(x[part], weight).float()
-            teacher = teacher_PD[where_C[part]]
-            top, best = logits.max(dim=-1)
-            shares = logits.softmax(dim=-1)
+        weighted_x = (x_CH.detach() * weight_C[:, None]).to(dtype)
+        grad_x, grad_weight = torch.empty_like(x_CH), torch.zeros_like(weight_DH)
+        loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
+        rows = _chunk(len(x))
+        buffers = teacher_PD.new_empty((3, rows, len(weight)))
+        for start in range(0, len(x), rows):
+            part = slice(start, start + rows)
+            logits, shares, teacher = buffers[:, : len(x[part])]
+            _product(x[part], weight.T, logits)
+            torch.index_select(teacher_PD, 0, where_C[part], out=teacher)
+            top = logits.amax(dim=-1)
+            hit_C[part] = logits.gather(1, truth_C[part, None])[:, 0] == top
+            torch.softmax(logits, dim=-1, out=shares)
             # log sum exp = top - log(share of the top): one softmax serves both
-            log_norm = top - shares.gather(1, best[:, None])[:, 0].log()
-            loss_C[part], slope = objective(logits, shares, log_norm, teacher)
-            hit_C[part] = best == truth_C[part]
-            slope = slope.mul_(weight_C[part, None]).to(dtype)
-            grad_x[part] = slope @ weight
-            grad_weight.addmm_(slope.T, x[part]) if dtype == grad_weight.dtype else grad_weight.add_(slope.T @ x[part])
-        ctx.save_for_backward(grad_x, grad_weight)
+            loss_C[part], slope = objective(logits, shares, top - shares.amax(dim=-1).log(), teacher)
+            slope = slope.to(dtype)
+            _product(slope, weight, grad_x[part])
+            _add_product(slope.T, weighted_x[part], grad_weight)
+        ctx.gradients = grad_x.mul_(weight_C[:, None]), grad_weight
         ctx.mark_non_differentiable(loss_C, hit_C)
         return (loss_C * weight_C).sum(), loss_C, hit_C
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grads[0], grad_weight * grads[0], None, None, None, None, None, None
+        assert ctx.gradients is not None, "the loss goes back once: its gradients are scaled in place"
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(gradient.mul_(grads[0]) for gradient in gradients), None, None, None, None, None, None
+
+
+def _chunk(rows: int) -> int:
+    """Chunks of one size, at most CHUNK: a short one at the end would waste its products."""
+    return -(-rows // -(-rows // CHUNK)) if rows else 1
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        out.addmm_(left, right)
+    else:
+        out.add_(left @ right)

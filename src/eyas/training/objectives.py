@@ -17,7 +17,7 @@ from eyas.recipe import TrainSettings
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [C, D], their softmax [C, D], their log sum exp [C], teacher [C, D]) to loss [C] and its slope by the logits
-[C, D]. The softmax may be overwritten."""
+[C, D]. Logits and softmax may be overwritten."""
 
 LEAST = 1e-30
 """What a probability counts as at least, where its logarithm is taken."""
@@ -43,7 +43,7 @@ def soft_cross_entropy(
     logits_CD: Tensor, shares_CD: Tensor, log_norm_C: Tensor, teacher_CD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """- sum p log q. Its slope, q - p, is that of the forward KL divergence too."""
-    return log_norm_C - torch.linalg.vecdot(teacher_CD, logits_CD), shares_CD.sub_(teacher_CD)
+    return log_norm_C - logits_CD.mul_(teacher_CD).sum(dim=-1), shares_CD.sub_(teacher_CD)
 
 
 def reverse_kl(logits_CD: Tensor, shares_CD: Tensor, log_norm_C: Tensor, teacher_CD: Tensor) -> tuple[Tensor, Tensor]:
