@@ -3,8 +3,8 @@
 An objective (objectives.py) over the draft vocabulary; step s weighs step_decay ** s. A row whose teacher's
 full-vocabulary argmax is outside the draft vocabulary is left out of the loss and counts as a miss in the accuracy.
 
-Shapes: T packed rows, A width of the taps, H hidden, R[s] rows supervised at step s, C a chunk of rows of all steps,
-D draft vocabulary.
+Shapes: T packed rows, A width of the taps, H hidden, R[s] rows supervised at step s, C rows in the loss of all steps,
+P teacher rows, D draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.formats.methods import MethodName
@@ -24,7 +23,9 @@ from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher
 
 CHUNK = 256
-"""Rows whose draft-vocabulary logits exist at one time: they stay in cache, and memory stays flat."""
+"""Rows whose draft-vocabulary logits exist at one time: memory stays flat."""
+BLOCK = 64
+"""Rows scored at a time: their logits, shares and teacher stay near the core between one operation and the next."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,9 @@ class ChunkedLoss(torch.autograd.Function):
     """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
 
     The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in buffers
-    that every chunk uses again (fresh pages cost more than what is computed in them), and one softmax serves loss and
-    gradient. Returns the weighted sum, and per row the loss and whether no other logit is above that of `truth`.
+    that are used again (fresh pages cost more than what is computed in them), and turn into their own gradient in
+    place: one softmax serves both. Returns the weighted sum, and per row the loss and whether no logit is above that of
+    `truth`.
     """
 
     @staticmethod
@@ -182,18 +184,24 @@ class ChunkedLoss(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x_CH), torch.zeros_like(weight_DH)
         loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
         rows = _chunk(len(x))
-        buffers = teacher_PD.new_empty((3, rows, len(weight)))
+        logits_RD = teacher_PD.new_empty((rows, len(weight)))
+        shares_BD, teacher_BD = teacher_PD.new_empty((2, BLOCK, len(weight)))
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits, shares, teacher = buffers[:, : len(x[part])]
-            _product(x[part], weight.T, logits)
-            torch.index_select(teacher_PD, 0, where_C[part], out=teacher)
-            top = logits.amax(dim=-1)
-            hit_C[part] = logits.gather(1, truth_C[part, None])[:, 0] == top
-            torch.softmax(logits, dim=-1, out=shares)
-            # log sum exp = top - log(share of the top): one softmax serves both
-            loss_C[part], slope = objective(logits, shares, top - shares.amax(dim=-1).log(), teacher)
-            slope = slope.to(dtype)
+            slopes = logits_RD[: len(x[part])]
+            _product(x[part], weight.T, slopes)
+            for first in range(0, len(slopes), BLOCK):
+                logits = slopes[first : first + BLOCK]
+                block = slice(start + first, start + first + len(logits))
+                shares, teacher = shares_BD[: len(logits)], teacher_BD[: len(logits)]
+                torch.index_select(teacher_PD, 0, where_C[block], out=teacher)
+                top = logits.amax(dim=-1)
+                hit_C[block] = logits.gather(1, truth_C[block, None])[:, 0] == top
+                torch.softmax(logits, dim=-1, out=shares)
+                # log sum exp = top - log(share of the top): one softmax serves both
+                loss_C[block], slope = objective(logits, shares, top - shares.amax(dim=-1).log(), teacher)
+                logits.copy_(slope)
+            slope = slopes.to(dtype)
             _product(slope, weight, grad_x[part])
             _add_product(slope.T, weighted_x[part], grad_weight)
         ctx.gradients = grad_x.mul_(weight_C[:, None]), grad_weight
