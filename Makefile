@@ -6,6 +6,7 @@
 # make test-server   the embedded server's OpenAPI description, by schemathesis (two minutes)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make test-engines   drafts inside a stock vLLM on CPU and servers under Eyas, in .venv-vllm (15 minutes, 3.5 GB)
+# make shipped   the draft that comes with Eyas, made anew: hours of two cores; resumes (docs/shipped.md)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
@@ -23,9 +24,9 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless test-server setup-peers test-peers setup-engines test-engines bench-training wiring-table
+.PHONY: help setup demo test lint test-lossless test-server setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# make/make/p' Makefile
 
 setup: $(READY)
 
@@ -82,6 +83,9 @@ $(ENGINES)/.ready:
 
 test-engines: $(READY) $(ENGINES_READY)
 	$(BIN)/python -m pytest -m engines -s tests/engines
+
+shipped: $(READY)
+	$(BIN)/python shipping/make.py
 
 wiring-table: $(READY)
 	$(BIN)/python benchmarks/wiring_table.py

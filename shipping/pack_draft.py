@@ -115,7 +115,7 @@ def rounded(draft: Path, out: Path) -> DraftConfig:
         ours, export = Path(temporary) / "draft", Path(temporary) / "export"
         save_draft(ours, module, info)
         export_draft(ours, export, ExportSettings())
-        for name in (CONFIG, WEIGHTS):
+        for name in (WEIGHTS, CONFIG):
             write_atomic(out / name, (export / name).read_bytes())
     return info.draft
 

@@ -62,14 +62,17 @@ def _same_source(out: Path, settings: PromptsSettings, manifest: Manifest) -> Ma
 
 def _bank_rows(settings: PromptsSettings) -> tuple[list[Row], Row]:
     drawn = generate(settings.train, settings.seed, "train") + generate(settings.heldout, settings.seed, "heldout")
-    return [_bank_row(prompt) for prompt in drawn], {"source": "bank", "skipped": {}, "repaired": {}}
+    return [bank_row(prompt) for prompt in drawn], {"source": "bank", "skipped": {}, "repaired": {}}
 
 
-def _bank_row(prompt: BankPrompt) -> Row:
-    return _row(prompt.id, prompt.messages, prompt.split, prompt.topic, prompt.family)
+def bank_row(prompt: BankPrompt) -> Row:
+    """A drawn prompt as a row of prompts.jsonl."""
+    return prompt_row(prompt.id, prompt.messages, prompt.split, prompt.topic, prompt.family)
 
 
-def _row(name: str, messages: list[Message], split: str, topic: str | None = None, family: str | None = None) -> Row:
+def prompt_row(
+    name: str, messages: list[Message], split: str, topic: str | None = None, family: str | None = None
+) -> Row:
     return {"id": name, "messages": messages, "split": split, "topic": topic, "family": family}
 
 
@@ -95,8 +98,8 @@ def _file_rows(path: Path, settings: PromptsSettings) -> tuple[list[Row], Row]:
             next="set prompts.train and prompts.heldout so that they add up to no more, or give a larger file",
         )
     heldout, train = chosen[: settings.heldout], chosen[settings.heldout :]
-    rows = [_row(record.id, list(record.messages), "train") for record in train]
-    rows += [_row(record.id, list(record.messages), "heldout") for record in heldout]
+    rows = [prompt_row(record.id, list(record.messages), "train") for record in train]
+    rows += [prompt_row(record.id, list(record.messages), "heldout") for record in heldout]
     facts = {
         "source": str(path.absolute()),
         "source_sha256": hash_file(path),
