@@ -118,6 +118,29 @@ def test_several_starts_give_the_median_and_the_longest(tmp_path: Path) -> None:
     assert found.phases[0].seconds == 60.0 and found.allowed("weights") == 90.0 and found.allowed("graphs") == 0.0
 
 
+def test_a_phase_that_the_latest_start_did_without_is_expected_by_an_older_one(tmp_path: Path) -> None:
+    cold = [PhaseTime("weights", 50.0), PhaseTime("compile", 40.0), PhaseTime("http", 2.0)]
+    warm = [PhaseTime("weights", 50.0), PhaseTime("http", 2.0)]
+    for phases in (cold, warm):
+        record_start(KEY, phases, tmp_path / "h")
+    found = expect(KEY, tmp_path / "h")
+    assert found.remaining("weights", 50.0, None) == (0.0, 2.0)  # compiled already, as it was the last time
+    assert found.remaining("compile", 10.0, None, before=50.0) == (30.0, 32.0)
+    assert found.says("weights") == found.source and "compile by an older one" in found.says("compile")
+    other = expect(KEY | {"flags": "g"}, tmp_path / "h")
+    assert other.remaining("compile", 10.0, None, before=50.0) == (30.0, 32.0)
+
+
+def test_a_phase_that_no_start_went_through_has_no_eta_and_that_is_said(tmp_path: Path) -> None:
+    record_start(KEY, [PhaseTime("weights", 50.0)], tmp_path / "h")
+    looks = [(1.0, "weights", None), (60.0, "graphs", None)]
+    memory, expected = Memory(begun=0.0), expect(KEY, tmp_path / "h")
+    for at, phase, _ in looks:
+        log = LogState(engine="sglang", state="warming", phase=phase)
+        memory, status = decide(memory, Evidence(at, log, Processes(True, pids=(1,), cpu_s=at)), expected)
+    assert status.eta_s is None and "none went through graphs" in str(status.eta_source)
+
+
 @given(st.lists(st.sampled_from(["", "{", "null", "[]", '{"key": 1}', '{"key": {}, "phases": [[1]]}', "\ufffd\x00"])))
 def test_cut_and_foreign_lines_are_passed_over(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     path = tmp_path_factory.mktemp("history") / "h"

@@ -187,6 +187,12 @@ def test_a_process_that_a_signal_stopped_and_a_port_of_another_protocol_are_said
         assert watch([Evidence(T0, LOADING, ALIVE, health=usual, port=OURS)])[0].notes == ()
 
 
+def test_what_a_log_notes_is_noted_of_its_server() -> None:
+    log = LogState(engine="sglang", state="loading", phase="weights", note="no log there now")
+    _, status = decide(Memory(), Evidence(1.0, log, Processes(True, pids=(1,))))
+    assert "no log there now" in status.notes
+
+
 def test_time_ends_with_a_dead_server_and_with_the_last_line_of_a_log_alone() -> None:
     dead = Evidence(T0 + 9000, LOADING, Processes(False, Exit(code=1, time=T0 + 30)))
     assert watch([dead])[0].elapsed_s == 30.0

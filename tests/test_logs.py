@@ -339,6 +339,8 @@ def test_our_own_servers_lines_are_read_as_they_are_written(tmp_path: Path) -> N
     got = state(tmp_path, "\n".join([*lines, own_lines.ready_line("http://127.0.0.1:1")]))
     assert (got.state, got.phase) == ("ready", "ready")
     assert state(tmp_path, "\n".join([*lines, own_lines.stopped_line("SIGTERM")])).state == "stopped"
+    order = ["args", "weights", "draft_weights", "compile", "kv_cache", "warmup", "http"]  # engine/server/start.py
+    assert list(state(tmp_path, "\n".join(map(own_lines.phase_line, order))).phase_starts) == order
     got = state(tmp_path, "\n".join([*lines, own_lines.failed_line("unexplained", "ValueError: odd")]))
     assert (got.state, got.phase, got.cause) == ("crashed", "weights", "unexplained")
     got = state(
@@ -427,6 +429,22 @@ def test_a_rotated_file_is_read_to_its_end_and_a_truncated_one_from_its_start(tm
     with path.open("a") as file:
         file.write(sglang(FIRED_UP)[-5:])
     assert reader.poll().phase == "ready"
+    reader.close()
+
+
+def test_what_takes_a_logs_place_and_is_none_is_noted_until_a_log_is_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(sglang(*SGLANG_START))
+    reader = LogReader(path)
+    assert (reader.poll().phase, reader.poll().note) == ("weights", None)
+    path.rename(tmp_path / "server.log.1")
+    path.mkdir()
+    got = reader.poll()
+    assert got.phase == "weights" and got.note is not None and "not a regular file" in got.note
+    path.rmdir()
+    path.write_text(sglang(TARGET_GRAPHS[3]))
+    got = reader.poll()
+    assert (got.phase, got.note) == ("graphs", None)
     reader.close()
 
 

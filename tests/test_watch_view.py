@@ -50,7 +50,7 @@ def test_elsewhere_a_line_is_said_at_each_change_and_not_at_each_look() -> None:
             screen.show(LOADING, None, None, None)
         for _ in range(5):
             screen.show(CRASHED, None, None, None)
-    assert [line.split(":")[0] for line in said] == ["sglang", "vllm", "cause", "evidence", "advice", "note"]
+    assert [line.split(":")[0] for line in said] == ["ETA", "sglang", "vllm", "cause", "evidence", "advice", "note"]
 
 
 def test_times_and_acceptance_in_words() -> None:

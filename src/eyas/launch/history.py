@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +37,21 @@ class Expectation:
     longest: Mapping[str, float] | None = None
     """Phase to its longest recorded seconds."""
     source: str = "no start of this model on this machine is recorded yet: no ETA of the whole"
+    older: tuple[tuple[PhaseTime, ...], ...] = ()
+    """Earlier starts, newest first: of phases that the latest did without, as what it found compiled."""
+
+    def with_phase(self, phase: str) -> tuple[PhaseTime, ...]:
+        """The latest recorded start that went through `phase`; empty: none did."""
+        return next((one for one in (self.phases, *self.older) if any(known.phase == phase for known in one)), ())
+
+    def says(self, phase: str) -> str:
+        """Which starts an ETA in `phase` rests on, or why there is none."""
+        known = self.with_phase(phase)
+        if known == self.phases:
+            return self.source
+        if not known:
+            return f"{self.source}: none went through {phase}, so no ETA of the whole"
+        return f"{self.source}; {phase} by an older one, for the latest did without"
 
     def allowed(self, phase: str | None) -> float:
         """Seconds a phase may take by the record; 0 where there is none."""
@@ -51,17 +66,17 @@ class Expectation:
         `before`: seconds from the start to the phase. The phase is taken to go on at the pace at which this start
         reached that share, against the recorded one; later phases at half that difference (as a ratio: its root).
         """
-        names = [known.phase for known in self.phases]
-        if phase not in names:
+        phases = self.with_phase(phase)
+        if not phases:
             return rate_only(elapsed if reached is None else reached, progress), None
-        at = names.index(phase)
-        known = self.phases[at]
+        at = [known.phase for known in phases].index(phase)
+        known = phases[at]
         share_at = _seconds_at(known.curve, progress) if progress is not None and known.curve else 0.0
         pace = _pace(elapsed if reached is None else reached, share_at) if share_at > 0 else 1.0
         left = max(known.seconds * pace - elapsed, 0.0)
-        recorded = sum(one.seconds for one in self.phases[:at]) + (share_at if share_at > 0 else 0.0)
+        recorded = sum(one.seconds for one in phases[:at]) + (share_at if share_at > 0 else 0.0)
         spent = before + ((elapsed if reached is None else reached) if share_at > 0 else 0.0)
-        later = sum(one.seconds for one in self.phases[at + 1 :])
+        later = sum(one.seconds for one in phases[at + 1 :])
         return left, left + later * math.sqrt(_pace(spent, recorded) if recorded > 0 else 1.0)
 
 
@@ -121,22 +136,25 @@ def expect(key: Mapping[str, str], path: Path | None = None) -> Expectation:
         return _expectation(same[-KEPT:], f"{min(len(same), KEPT)} recorded start(s) under the same flags")
     like = [record for record in records if all(record[0].get(k) == v for k, v in key.items() if k != "flags")]
     if like:
-        return _expectation(like[-1:], "a recorded start under other flags")
+        older = tuple(phases for _, phases in reversed(like[-KEPT:-1]))
+        return replace(_expectation(like[-1:], "a recorded start under other flags"), older=older)
     return Expectation()
 
 
 def _expectation(records: Sequence[tuple[dict[str, str], tuple[PhaseTime, ...]]], source: str) -> Expectation:
-    """Order and curves of the latest start, its seconds the median of all, the longest of each phase."""
+    """Order and curves of each start, the latest first, seconds the median of all, the longest of each phase."""
     times: dict[str, list[float]] = {}
     for _, phases in records:
         for one in phases:
             times.setdefault(one.phase, []).append(one.seconds)
-    latest = []
-    for one in records[-1][1]:
-        middle = median(times[one.phase])
-        scale = middle / one.seconds if one.seconds > 0 else 1.0
-        latest.append(PhaseTime(one.phase, middle, tuple((share, at * scale) for share, at in one.curve)))
-    return Expectation(tuple(latest), {name: max(seconds) for name, seconds in times.items()}, source)
+    latest, *older = (tuple(_scaled(one, median(times[one.phase])) for one in phases) for _, phases in records[::-1])
+    return Expectation(latest, {name: max(seconds) for name, seconds in times.items()}, source, tuple(older))
+
+
+def _scaled(one: PhaseTime, seconds: float) -> PhaseTime:
+    """A phase as it would be had it taken `seconds`."""
+    scale = seconds / one.seconds if one.seconds > 0 else 1.0
+    return PhaseTime(one.phase, seconds, tuple((share, at * scale) for share, at in one.curve))
 
 
 def _read(path: Path) -> list[tuple[dict[str, str], tuple[PhaseTime, ...]]]:

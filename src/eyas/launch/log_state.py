@@ -47,6 +47,8 @@ class LogState:
     last_time: datetime | None = None
     lines: int = 0
     bytes_read: int = 0
+    note: str | None = None
+    """What stands where the log stood and is none: the log is read on as it was."""
 
 
 class LogReader:
@@ -64,14 +66,15 @@ class LogReader:
         self._splitter = LineSplitter()
         self._bytes_read = 0
         self._reading = Reading(today=datetime.now())
+        self._note: str | None = None
 
     def poll(self, limit: int | None = None) -> LogState:
         """The state after what was written since the last poll, `limit` bytes of it at the most."""
         self._follow_truncation()
         self._drain(limit)
-        if self.behind == 0 and self._rotated():
+        if self.behind == 0 and (successor := self._successor()) is not None:
             self._file.close()
-            self._file = _open(self.path)
+            self._file = successor
             self._begin_file()
             self._drain(limit)
         return self._state()
@@ -107,24 +110,32 @@ class LogReader:
         if rest := self._splitter.cut():
             self._reading.read(rest)
 
-    def _rotated(self) -> bool:
+    def _successor(self) -> BinaryIO | None:
+        """The file that took this one's place; what is no file there may become one, and is noted."""
+        self._note = None
+        ours = os.fstat(self._file.fileno())
         try:
             there = self.path.stat()
+            return None if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino) else _open(self.path)
         except FileNotFoundError:
-            return False  # moved away, the next one is not there yet
-        ours = os.fstat(self._file.fileno())
-        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+            return None  # moved away, the next one is not there yet
+        except OSError as error:
+            self._note = f"{self.path} cannot be looked at ({error.strerror}): read as far as it was"
+        except InputError as error:
+            self._note = f"what is at {self.path} now is no log ({error.got}): read as far as it was"
+        return None
 
     def _state(self) -> LogState:
         reading = self._reading
         if rest := self._splitter.rest():
             reading = copy.deepcopy(reading)
             reading.read(rest)
-        return _state(reading, self._bytes_read)
+        return _state(reading, self._bytes_read, self._note)
 
 
-def _state(reading: Reading, bytes_read: int) -> LogState:
+def _state(reading: Reading, bytes_read: int, note: str | None) -> LogState:
     seen = {
+        "note": note,
         "last_lines": tuple(shown(line) for line in reading.kept),
         "last_time": reading.last_time(),
         "lines": reading.lines,

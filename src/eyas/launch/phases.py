@@ -16,7 +16,7 @@ SERVING = ["http", "warmup", "ready"]
 ORDERS: dict[Engine, list[str]] = {
     "sglang": [*LOADING, "kv_cache", "compile", "graphs", *SERVING],
     "vllm": [*LOADING, "compile", "kv_cache", "graphs", *SERVING],
-    "embedded": [*LOADING, "kv_cache", "compile", "graphs", "warmup", "http", "ready"],
+    "embedded": [*LOADING, "compile", "kv_cache", "graphs", "warmup", "http", "ready"],
     "llamacpp": [
         "args",
         "distributed",
@@ -30,7 +30,8 @@ ORDERS: dict[Engine, list[str]] = {
         "ready",
     ],
 }
-"""vLLM compiles while it profiles, before it sizes the KV cache; llama.cpp opens its port before it loads."""
+"""vLLM compiles while it profiles, before it sizes the KV cache, as ours measures its paths before; llama.cpp opens its
+port before it loads."""
 
 STATES = {"args": "starting", "distributed": "starting", "weights": "loading", "draft_weights": "loading"}
 STATES |= dict.fromkeys(("kv_cache", "compile", "graphs", "http", "warmup"), "warming") | {"ready": "ready"}

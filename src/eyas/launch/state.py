@@ -196,7 +196,7 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
     left, whole = expected.remaining(phase or "args", elapsed, log.progress, reached, max(before, 0.0))
     status = _status(memory, seen, log, _state(state), phase, notes=notes)
     rate = log.shards[0] / reached if log.shards is not None and reached else None
-    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.source, rate=rate)
+    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.says(phase or "args"), rate=rate)
 
 
 def _no_start(health: Health) -> bool:
@@ -264,6 +264,8 @@ def _notes(seen: Evidence, processes: Processes | None) -> tuple[str, ...]:
     notes = []
     if seen.port is not None and seen.port.listening and seen.port.ours is False:
         notes.append(seen.port.words)
+    if seen.log is not None and seen.log.note is not None:
+        notes.append(seen.log.note)
     if processes is not None and processes.alive:
         if processes.zombies:
             notes.append(f"dead children not yet buried: {', '.join(map(str, processes.zombies))}")

@@ -104,6 +104,8 @@ def look_words(look: Mapping[str, Any]) -> str:
         elapsed_s=look["elapsed_s"],
     )
     lines = [headline(status, look["url"]), *explain(status)]
+    if look["eta_source"] is not None:
+        lines.append(f"ETA:      {look['eta_source']}")
     if look["acceptance"] is not None:
         found = look["acceptance"]
         shares = " ".join(f"{one:.2f}" for one in found["survival"] or ())
@@ -158,6 +160,7 @@ class Screen:
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._said: tuple[str, str | None, tuple[str, ...]] | None = None
         self._last = float("-inf")
+        self._source: str | None = None
 
     def __enter__(self) -> Self:
         if self.live is not None:
@@ -187,5 +190,8 @@ class Screen:
         if key == self._said and not (waiting and now - self._last >= LINE_EVERY_S):
             return
         self._said, self._last = key, now
+        if waiting and status.eta_source not in (None, self._source):
+            self._source = status.eta_source
+            self.say(f"ETA: {status.eta_source}")
         for line in (headline(status, url), *(explain(status) if status.state in ("stuck", "crashed") else ()), *more):
             self.say(line)
