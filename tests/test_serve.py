@@ -432,8 +432,19 @@ def test_watch_and_stop_refuse_what_is_not_there(capsys: pytest.CaptureFixture[s
         ("stop", str(tmp_path)),
         ("serve", "--engine", "sglang@latest"),
     ):
-        code, answer = shown(capsys, *words)
-        assert code == 2 and set(answer["error"]) >= {"wanted", "got", "where", "next"}, words
+        for planning in ((), ("--plan",)):
+            code, answer = shown(capsys, *words, *planning)
+            assert code == 2 and set(answer["error"]) >= {"wanted", "got", "where", "next"}, words
+
+
+def test_the_plan_of_watch_and_stop_names_what_is_there(fated: Fated, capsys: pytest.CaptureFixture[str]) -> None:
+    launch = fated()
+    server = start(launch.command, launch.folder, launch.key)
+    for words in (("watch", "--pid", str(server.pid)), ("stop", "--pid", str(server.pid)), ("stop", server.folder)):
+        code, plan = shown(capsys, *words, "--plan")
+        assert code == 0 and server.folder.rpartition("/")[0] in plan["reads"][0]
+        assert server.pid in (plan.get("pid"), *plan.get("pids", ()))
+    assert is_same(server.pid, server.created)
 
 
 def test_watch_once_exits_3_for_what_crashed(fated: Fated, capsys: pytest.CaptureFixture[str]) -> None:

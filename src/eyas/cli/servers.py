@@ -106,13 +106,16 @@ def watch(
     Follows until it ends; with --once one look, and exit status 3 for crashed or stuck.
     """
 
+    found = None if all_ else find(folder, log, pid, url)
+
     def work() -> dict[str, Any]:
-        if all_:
+        if found is None:
             return watch_all_once() if once else watch_all_following()
-        found = find(folder, log, pid, url)
         return watch_once(found) if once else watch_following(found)
 
-    result = finish(common, Plan("watch", [folder, log, url], []), work)
+    known = {} if found is None else {"engine": found.engine, "pid": found.pid, "url": found.url}
+    reads = [folder, log, url] if found is None else [found.folder, found.log, found.url]
+    result = finish(common, Plan("watch", reads, [], more=known), work)
     return SERVER_DIED if not common.plan and failed(result) else 0
 
 
@@ -173,8 +176,8 @@ def stop(
     Names the server by the folder that serve wrote, its pid or its url; without a name, the one under runs/.
     """
 
-    def work() -> dict[str, Any]:
-        return stop_all(targets(folder or (), pid or (), url or ()), grace_s)
-
-    result = finish(common, Plan("stop", [*(folder or ()), *(url or ())], []), work)
+    doomed = targets(folder or (), pid or (), url or ())
+    more = {"pids": [one.pid for one in doomed], "ports": [one.port for one in doomed]}
+    plan = Plan("stop", [one.folder for one in doomed], [], more=more)
+    result = finish(common, plan, lambda: stop_all(doomed, grace_s))
     return 0 if common.plan or (result["stopped"] and result["port_free"] is not False) else 1

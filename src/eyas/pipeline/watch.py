@@ -12,6 +12,7 @@ from eyas.errors import InputError
 from eyas.launch.evidence import stack
 from eyas.launch.find import Found, all_servers, of_folder, of_pid, of_url
 from eyas.launch.history import Expectation, expect
+from eyas.launch.log_state import LogReader
 from eyas.launch.process import SERVER, is_same, read_server
 from eyas.launch.state import Status
 from eyas.launch.stop import Doomed, by_pid, gpu_words, stop
@@ -37,6 +38,7 @@ def find(folder: Path | None = None, log: Path | None = None, pid: int | None = 
         found = of_url(url)
     elif log is not None:
         found = Found(log=log)
+        LogReader(log).close()
     else:
         raise InputError(
             wanted="a server to watch",
