@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from eyas.engine.server.arguments import parse
 from eyas.errors import InputError
 from eyas.launch.arguments import parse_launch, split_words
 from eyas.launch.command import Command, build_command
@@ -178,6 +180,16 @@ def test_an_unknown_flag_is_told_before_the_engine_refuses_it() -> None:
     assert notes == (f"{said}: the engine will refuse it",)
     fine = ("--no-enable-chunked-prefill", "--compilation-config.mode", "3", "--max_model_len", "100", "-O3")
     assert build(engine="vllm", engine_args=fine).notes == ()
+
+
+def test_the_embedded_servers_flags_are_those_of_its_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert known_flags("embedded") == set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    notes = build(engine="embedded", engine_args=("--max-runing", "3", "--grace-s", "1")).notes
+    assert notes == (
+        '--max-runing is no flag of the embedded server (did you mean "--max-running"?): the engine will refuse it',
+    )
 
 
 def test_a_quote_that_is_not_closed_is_said() -> None:

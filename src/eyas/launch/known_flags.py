@@ -1,12 +1,13 @@
 """Flags that the engines' servers take: SGLang 0.5.23 (arg_groups/fields/*.py), vLLM 0.33 (engine/arg_utils.py and
-entrypoints). Used to name the nearest one where a server did not know the flag that it was given."""
+entrypoints), our own (engine/server/arguments.py, to which a test holds the list). Used to name the nearest one where a
+server did not know the flag that it was given."""
 
 from functools import cache
 from pathlib import Path
 
 from eyas.errors import did_you_mean
 
-ENGINES = ("sglang", "vllm")
+ENGINES = ("sglang", "vllm", "embedded")
 RENAMED = {
     "vllm": {
         "--disable-prefix-caching": "--no-enable-prefix-caching",

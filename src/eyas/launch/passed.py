@@ -10,7 +10,7 @@ from eyas.launch.known_flags import known_flags, nearest_flag
 
 Pair = tuple[str, tuple[str, ...]]
 """A flag and the words after it."""
-RELEASES = {"sglang": "sglang 0.5.23", "vllm": "vllm 0.33"}
+RELEASES = {"sglang": "sglang 0.5.23", "vllm": "vllm 0.33", "embedded": "the embedded server"}
 NAMES = {
     "embedded": {**EMBEDDED_FLAGS, "--host": "host"},
     "sglang": {**SGLANG_FLAGS, "--host": "host"},
