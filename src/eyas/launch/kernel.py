@@ -34,6 +34,19 @@ def oom_kills(pid: int, cgroups: Path = CGROUPS, proc: Path = Path("/proc")) -> 
     return None
 
 
+def memory_limit(cgroups: Path = CGROUPS) -> tuple[int | None, int]:
+    """(bytes that the control group at the root may hold, bytes it holds); None: no limit that can be read."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((cgroups / limit).read_text()), int((cgroups / used).read_text())
+        except (OSError, ValueError):  # not this kind of group, or "max"
+            continue
+    return None, 0
+
+
 def _count(path: Path) -> int | None:
     try:
         words = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)

