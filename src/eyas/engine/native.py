@@ -285,8 +285,11 @@ class _Placed:
         cache, rows = text.cache, len(text.ids)
         first, positions, followed, depth = _places(rows, text.start, text.parents)
         assert text.start + first + rows <= cache.capacity, "reserve() rows before a forward over them"
-        buffers = [cache.buffers(index, parts.kv_heads, parts.width) for index in range(len(parts.layers))]
-        keys, values = (_pointers(side) for side in zip(*buffers, strict=True))
+        if cache.addresses is None:
+            buffers = [cache.buffers(index, parts.kv_heads, parts.width) for index in range(len(parts.layers))]
+            keys, values = (_pointers(side) for side in zip(*buffers, strict=True))
+            cache.addresses = keys, values
+        keys, values = cache.addresses
         struct = CText(
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),

@@ -6,6 +6,8 @@ Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_UNFINISHED = 16
 """Tokens whose bytes may be pending before what is broken is shown as such."""
+WINDOW = 16
+"""Tokens decoded anew with each: dropping what came before costs a decode of its own."""
 
 
 class Detokeniser:
@@ -18,9 +20,9 @@ class Detokeniser:
         self.decode = decode
         self._ids: list[int] = []
         self._shown = 0
-        """Characters of the pending ids' text that were given back."""
+        """Characters of these ids' text that were given back."""
         self._settled = 0
-        """How many of the pending ids that text comes from."""
+        """How many of these ids that text comes from."""
 
     def add(self, token: int) -> str:
         """The text that is certain now; empty while a character is unfinished."""
@@ -36,10 +38,11 @@ class Detokeniser:
         return self._give(self.decode(self._ids)) if self._ids else ""
 
     def _give(self, text: str) -> str:
-        given = text[self._shown :]
-        if given:  # tokens without text (special ones) are no context for the next
-            self._ids = self._ids[self._settled :]
-        self._settled, self._shown = len(self._ids), len(self.decode(self._ids))
+        given, latest = text[self._shown :], self._settled
+        if given and len(self._ids) > WINDOW:  # tokens without text (special ones) are no context for the next
+            self._ids = self._ids[latest:]
+            text = self.decode(self._ids)
+        self._settled, self._shown = len(self._ids), len(text)
         return given
 
 
