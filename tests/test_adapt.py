@@ -17,6 +17,9 @@ COSTS = RoundCosts({0: 1.0, 1: 1.2, 2: 1.35, 3: 1.5, 4: 2.2}, {0: 1.0, 1: 1.1, 2
 class MadeUpDraft:
     """Drafts a chain of nonsense; what is accepted is decided elsewhere."""
 
+    def fork(self) -> "MadeUpDraft":
+        return self
+
     def reserve(self, rows: int) -> None: ...
 
     def begin(self) -> None: ...
@@ -54,6 +57,36 @@ def test_a_bad_draft_costs_less_than_three_percent(rate: float, seed: int) -> No
     depths, cost = run(adaptive(), lambda index: rate, 1500, seed)
     assert cost < 1 / 0.97
     assert depths.count(0) > 1350
+
+
+def test_of_eight_texts_one_tries_a_bad_draft_and_ever_more_seldom() -> None:
+    """A text's first drafting in a while catches up with all of it, which is what tries cost."""
+    first = adaptive()
+    texts = [first.fork() for _ in range(8)]
+    drafting = dict[int, list[int]]()
+    for text in texts:
+        text.begin()
+    for index in range(800):
+        for text in texts:
+            text.price(COSTS, len(texts))
+        trees = [text.propose(4) for text in texts]
+        for text in texts:
+            text.observe(None, [9], 0)
+        if any(tree.tokens for tree in trees):
+            drafting[index] = [place for place, tree in enumerate(trees) if tree.tokens]
+    assert drafting.pop(0) == list(range(8)), "hope before anything is known"
+    tries = {17: 0, 54: 1, 123: 2, 256: 3, 517: 4, 778: 5}  # after 16, 32, ... 256, 256 rounds of all texts
+    assert drafting == {start + step: [text] for start, text in tries.items() for step in range(6)}
+
+
+def test_a_text_that_ends_in_a_try_leaves_the_next_to_another() -> None:
+    arm = Arm(aside=16)
+    arm.turn("first", run=True, best=False)
+    assert arm.due("first") and not arm.due("second")
+    for _ in range(32):
+        assert not arm.due("second")
+        arm.turn("second", run=False, best=False)
+    assert arm.due("second")
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9])
@@ -94,13 +127,13 @@ def test_patience_doubles_with_vain_tries_and_returns_with_success() -> None:
     arm = Arm()
     for patience in (16, 32, 64, 128, 256, 256):
         for _ in range(patience):
-            assert not arm.due
-            arm.turn(run=False, best=False)
+            assert not arm.due("text")
+            arm.turn("text", run=False, best=False)
         for _ in range(6):
-            assert arm.due
-            arm.turn(run=True, best=False)
+            assert arm.due("text")
+            arm.turn("text", run=True, best=False)
     for _ in range(16):
-        arm.turn(run=True, best=True)
+        arm.turn("text", run=True, best=True)
     assert arm.patience == 16
 
 

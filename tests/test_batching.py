@@ -9,17 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.batch_costs import BatchCosts
 from eyas.engine.batching import End, Job, Outcome, Scheduler
+from eyas.engine.cache import KVCache
 from eyas.engine.cache_pool import CachePool
 from eyas.engine.forward import TargetForward
 from eyas.engine.generate import Engine
 from eyas.engine.logprobs import TokenLogprob
 from eyas.engine.native_build import load_native
 from eyas.engine.rows import TextRows
+from eyas.engine.together import settle_texts
 from eyas.engine.verify import Verdict, Walk
 from eyas.models.target import load_target
 from eyas.settings import DraftingSettings, SamplingSettings
+from test_adapt import MadeUpDraft
 from test_drafting import COSTS
 from test_engine import random_draft
 from tiny import save_tiny_target
@@ -264,7 +268,58 @@ def test_the_pool_never_exceeds_its_budget_and_shares_only_what_is_the_same(
 
 
 def test_costs_of_a_batch_are_read_off_the_measured_sizes() -> None:
-    costs = BatchCosts({1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}, {1: 0.25, 2: 0.5}, DraftingSettings(num_steps=2))
+    drafting = DraftingSettings(num_steps=2)
+    costs = BatchCosts({1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}, {1: 0.25, 2: 0.5}, drafting)
     alone, eight = costs.of(1), costs.of(8)
     assert alone.draft == {0: 1.0, 1: 1.25, 2: 2.0} and alone.ngram == {0: 1.0, 1: 1.0, 2: 1.5}
     assert eight.draft == {0: 1.0, 1: (6.0 + 2.0) / 3, 2: (9.0 + 4.0) / 3} and eight.ngram[1] == 2.0
+    padded = BatchCosts({3: 1.0, 6: 1.5, 12: 2.0}, {1: 0.25, 2: 0.5}, drafting, bucket=3).of(4)
+    assert padded.draft == {0: 1.0, 1: 1.5, 2: 2.0} and padded.ngram == {0: 1.0, 1: 1.0, 2: 1.0}, "rows are padding"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_texts_that_share_a_plain_forward_have_the_bits_of_lone_ones(folder: Path, precision: str) -> None:
+    engine = engine_of(folder, "chain", native=False, precision=precision)
+    forward, texts, alone = engine.forward, [], []
+    settle_texts(forward, 5)
+    shapes = [(9, 1, None), (200, 4, (-1, 0, 0, 2)), (254, 4, None), (40, 2, None), (255, 4, (-1, 0, 1, 0))]
+    for index, (length, rows, parents) in enumerate(shapes):
+        cache = KVCache(forward.cache.dtype)
+        cache.reserve(length + 8)
+        forward.cache = cache
+        ids = prompt(length + rows, index)
+        forward.prefill(ids[:length])
+        texts.append(TextRows(cache, ids[length:], length, parents))
+    for text in texts:
+        forward.cache = text.cache
+        alone.append((forward.logits(forward.verify(text.ids, text.start, text.parents)), forward.taps()))
+    forward.together = forward.together if forward.together != 1 else 5
+    for count in range(2, 6):
+        for (logits, verified), (expected, taps) in zip(forward.verify_texts(texts[:count]), alone, strict=False):
+            assert torch.equal(logits, expected) and torch.equal(verified.taps(), taps)
+            assert torch.equal(verified.taps([0]), taps[:, :1])
+
+
+def test_texts_whose_bits_would_change_side_by_side_take_turns(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    engine = engine_of(folder, "plain", native=False)
+
+    def off(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-6 * (len(output) - 1)
+
+    engine.target.final_norm.register_forward_hook(off)
+    settle_texts(engine.forward, 4)
+    assert engine.forward.together == 1 and "in turn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("texts", "depth"), [(1, 2), (4, 1), (8, 0)])
+def test_the_depth_that_pays_for_one_text_is_not_that_for_eight(texts: int, depth: int) -> None:
+    verify = {1: 1.0, 2: 1.02, 4: 1.1, 8: 1.3, 16: 2.1, 32: 4.0}
+    costs = BatchCosts(verify, {1: 0.02, 2: 0.04}, DraftingSettings(num_steps=2)).of(texts)
+    proposer = AdaptiveProposer(MadeUpDraft(), None, costs)
+    proposer.begin()
+    proposer.propose(1)
+    for index in range(400):  # four of ten are accepted; a second one after it as often
+        proposer.arms["draft"].survival.learn(2, (1, 0, 2, 0, 0)[index % 5])
+    proposer.price(costs, texts)
+    proposer.arms["draft"].aside = 0
+    assert proposer.propose(2).depth == depth

@@ -88,7 +88,7 @@ def test_an_engine_in_this_process_answers_as_it_would_anew_and_keeps_earlier_ro
         turns.say(text, lambda part: None)
     fresh = list(EngineChat(TargetSettings(name=str(tiny_target)), settings).answer(turns.messages[:-1]))
     assert "".join(part.text for part in fresh if isinstance(part, Part)) == turns.messages[-1]["content"]
-    assert turns.turns[1]["cached_tokens"] > 40 or not chat.engine.forward.side_by_side
+    assert turns.turns[1]["cached_tokens"] > 40 or chat.engine.forward.grain > 1
     assert turns.turns[0]["tokens"] == 20 and chat.scheduler.idle and chat.scheduler.pool.used == []
 
 

@@ -3,8 +3,9 @@
 Every source of drafted tokens is an arm: the draft, and n-gram matches by their length. An arm keeps how often level i
 was accepted once level i - 1 was, over its late rounds; from that and the cost of a round follow the tokens a second of
 every depth, and the best of arms, depths and plain decoding is run. An arm left aside is tried again after a while,
-which doubles with every try that brought nothing, so that a bad draft costs ever less. Costs are measured once, before
-the first text; after that the same texts give the same rounds, whatever the clock says.
+which doubles with every try that brought nothing, so that a bad draft costs ever less. Of several texts side by side
+one makes the try, since a draft has all of a text to catch up with before it drafts for it. Costs are measured once,
+before the first text; after that the same texts give the same rounds, whatever the clock says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,29 +72,34 @@ class Arm:
 
     survival: Survival = field(default_factory=Survival)
     patience: int = PATIENCE
-    aside: int = 0
+    aside: float = 0.0
     streak: int = 0
     trying: int = 0
     """Rounds that are left of a try."""
+    trier: object = None
+    """The text that makes it."""
 
     def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
         """(tokens a second, depth) of the best of `depths`, the shallower of equals."""
         gained = self.survival.gained(max(depths))
         return max(((gained[d] / seconds[d], d) for d in depths), key=lambda offer: (offer[0], -offer[1]))
 
-    @property
-    def due(self) -> bool:
-        """Whether it is to be run though it is not the best."""
-        return self.trying > 0 or self.aside >= self.patience
+    def due(self, text: object) -> bool:
+        """Whether `text` is to run it though it is not the best."""
+        return self.aside >= self.patience or (self.trying > 0 and self.trier is text)
 
-    def turn(self, *, run: bool, best: bool) -> None:
-        """A round goes by in which this arm has something to offer. A try that begins costs patience, success returns
-        it."""
+    def awaited(self, text: object) -> bool:
+        """Whether another text is trying it: what is known of it was let fade, and all would hope at once."""
+        return self.trying > 0 and self.trier is not text
+
+    def turn(self, text: object, share: float = 1.0, *, run: bool, best: bool) -> None:
+        """A round of `text` goes by in which this arm has something to offer, `share` of a round of all texts. A try
+        that begins costs patience, success returns it."""
         if run and self.aside >= self.patience:
             self.survival.fade()
-            self.trying, self.patience = TRY, min(MOST_PATIENCE, 2 * self.patience)
+            self.trying, self.patience, self.trier = TRY, min(MOST_PATIENCE, 2 * self.patience), text
         self.trying = max(0, self.trying - run)
-        self.aside = 0 if run else self.aside + 1
+        self.aside = 0.0 if run else self.aside + share
         self.streak = self.streak + 1 if run and best else 0
         if self.streak >= PATIENCE:
             self.patience = PATIENCE
@@ -111,6 +117,7 @@ class AdaptiveProposer:
         self.draft, self.ngram, self.costs, self.fixed = draft, ngram, costs, fixed
         self.sources: list[Proposer] = [source for source in (draft, ngram) if source is not None]
         self.arms: dict[str, Arm] = {}
+        self._text, self._share = object(), 1.0
         self._running: tuple[Arm, int] | None = None
 
     def fork(self) -> "AdaptiveProposer":
@@ -121,9 +128,9 @@ class AdaptiveProposer:
         forked.arms = self.arms
         return forked
 
-    def price(self, costs: RoundCosts) -> None:
-        """What rounds cost from now on: with other texts beside this one they cost differently."""
-        self.costs = costs
+    def price(self, costs: RoundCosts, texts: int) -> None:
+        """What a round costs from now on, in which so many texts go on: one beside others costs differently."""
+        self.costs, self._share = costs, 1 / texts
 
     def reserve(self, rows: int) -> None:
         for source in self.sources:
@@ -171,13 +178,14 @@ class AdaptiveProposer:
 
     def _choose(self, rates: Mapping[str, float]) -> str | None:
         """The arm to run, None for a plain step: the best, or one whose time for another try has come."""
-        best = max(rates, key=lambda name: rates[name], default=None)
+        known = [name for name in rates if not self.arms[name].awaited(self._text)]
+        best = max(known, key=lambda name: rates[name], default=None)
         rests = not (self.fixed and self.draft)
         if best is not None and rests and rates[best] <= MARGIN / self.costs.ngram[0]:
             best = None
-        due = next((name for name in rates if name != best and self.arms[name].due), None)
+        due = next((name for name in rates if name != best and self.arms[name].due(self._text)), None)
         for name in rates:
-            self.arms[name].turn(run=name == (due or best), best=name == best)
+            self.arms[name].turn(self._text, self._share, run=name == (due or best), best=name == best)
         return due or best
 
     def _arm(self, name: str) -> Arm:

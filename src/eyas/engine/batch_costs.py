@@ -5,13 +5,17 @@ text and cost nearly as much as the tokens they stand for where many texts fill 
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import CONTEXT, RoundCosts, best_seconds
 from eyas.engine.forward import Forward
 from eyas.engine.generate import Engine
+from eyas.engine.propose import Proposer
+from eyas.engine.together import measure_texts
 from eyas.settings import DraftingSettings
 
 SIZES, TRIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), 3
@@ -24,21 +28,23 @@ class BatchCosts:
     verify: dict[int, float]
     draft: dict[int, float]
     drafting: DraftingSettings
+    bucket: int | None = None
+    """Rows that a text takes however deep it drafts (the plain path); None: as many as it verifies."""
 
     def of(self, texts: int) -> RoundCosts:
         """Of a round in which so many texts draft equally deep, a plain one being 1."""
-        plain = self._rows(texts)
+        plain = self._rows(texts, 1)
         depths = self.draft.keys()
-        drafted = {depth: self._rows(texts * self.drafting.rows(depth)) + texts * self.draft[depth] for depth in depths}
-        chains = {depth: self._rows(texts * (depth + 1)) for depth in depths}
+        trees = {depth: self._rows(texts, self.drafting.rows(depth)) + texts * self.draft[depth] for depth in depths}
+        chains = {depth: self._rows(texts, depth + 1) for depth in depths}
         return RoundCosts(
-            {0: 1.0} | {depth: seconds / plain for depth, seconds in drafted.items()},
+            {0: 1.0} | {depth: seconds / plain for depth, seconds in trees.items()},
             {0: 1.0} | {depth: seconds / plain for depth, seconds in chains.items()},
         )
 
-    def _rows(self, rows: int) -> float:
+    def _rows(self, texts: int, verified: int) -> float:
         """Between two sizes that were measured on the line through them, beyond the largest in its proportion."""
-        sizes = sorted(self.verify)
+        rows, sizes = texts * (self.bucket or verified), sorted(self.verify)
         if rows >= sizes[-1]:
             return self.verify[sizes[-1]] * rows / sizes[-1]
         upper = sizes[bisect_left(sizes, rows)]
@@ -47,24 +53,32 @@ class BatchCosts:
         return self.verify[lower] + part * (self.verify[upper] - self.verify[lower])
 
 
+@torch.inference_mode()
 def batch_costs(engine: Engine, most: int) -> BatchCosts | None:
     """Measured for up to `most` texts. None where no depth is chosen by it, or texts go one after the other."""
-    if engine.costs is None or not engine.forward.side_by_side:
+    forward, proposer = engine.forward, engine.proposer
+    if not isinstance(proposer, AdaptiveProposer) or forward.together == 1:
         return None
-    verify = measure_verify(engine.forward, most * engine.drafting.rows(engine.num_steps))
-    unit = verify[1]
-    costs, depths = engine.costs, range(1, engine.num_steps + 1)
-    # What the engine measured holds the verify forward of a chain; what remains of it is drafting.
-    draft = {depth: max(0.0, costs.draft[depth] - costs.ngram[depth]) * unit for depth in depths}
-    return BatchCosts(verify, draft, engine.drafting)
+    depths = range(1, engine.num_steps + 1)
+    draft = dict.fromkeys(depths, 0.0)
+    if proposer.draft is not None:
+        draft = measure_drafting(forward, proposer.draft.fork(), depths)
+    bucket = forward.rows
+    if bucket is None:
+        verify = measure_verify(forward, most * engine.drafting.rows(engine.num_steps))
+    else:
+        counts = [size for size in SIZES if size <= (forward.together or most)]
+        verify = {count * bucket: seconds for count, seconds in measure_texts(forward, counts).items()}
+    # A busy moment makes a time longer, never shorter: fewer rows cost no more than many.
+    sizes = sorted(verify)
+    least = {size: min(verify[other] for other in sizes if other >= size) for size in sizes}
+    return BatchCosts(least, draft, engine.drafting, bucket)
 
 
-@torch.inference_mode()
 def measure_verify(forward: Forward, most: int) -> dict[int, float]:
     """Seconds by rows, head and argmax included, of the sizes up to the first that holds `most`."""
     sizes = SIZES[: bisect_left(SIZES, most) + 1]
-    ids = torch.randint(forward.target.vocab_size, (CONTEXT + sizes[-1],), generator=torch.Generator().manual_seed(0))
-    tokens = ids.tolist()
+    tokens = _tokens(forward, CONTEXT + sizes[-1])
     forward.cache.reserve(len(tokens))
     forward.prefill(tokens[:CONTEXT])
 
@@ -72,3 +86,26 @@ def measure_verify(forward: Forward, most: int) -> dict[int, float]:
         forward.logits(forward.verify(tokens[CONTEXT : CONTEXT + rows], CONTEXT)).argmax(dim=-1).tolist()
 
     return best_seconds(verify, sizes, TRIES)
+
+
+def measure_drafting(forward: Forward, draft: Proposer, depths: Sequence[int]) -> dict[int, float]:
+    """Seconds by depth, of a text whose latest round gained two tokens. Not in steps of a share: what is added up over
+    texts must not be rounded before."""
+    tokens = _tokens(forward, CONTEXT + 1)
+    forward.cache.reserve(len(tokens))
+    _, taps = forward.prefill(tokens[:CONTEXT])
+    assert taps is not None, "a draft reads taps"
+    draft.reserve(CONTEXT + 1)
+    draft.begin()
+    draft.observe(taps, tokens[1:], 0)
+
+    def propose(depth: int) -> None:
+        draft.observe(taps[:, -2:], tokens[-2:], CONTEXT - 2)
+        draft.propose(depth)
+
+    return best_seconds(propose, depths, TRIES)
+
+
+def _tokens(forward: Forward, count: int) -> list[int]:
+    size = forward.target.vocab_size
+    return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -25,6 +25,7 @@ from eyas.engine.logprobs import NotingJudge, TokenLogprob
 from eyas.engine.rows import TextRows
 from eyas.engine.spans import Spans
 from eyas.engine.text import Text
+from eyas.engine.together import settle_texts
 from eyas.engine.verify import Verdict
 from eyas.errors import InputError
 from eyas.progress import say
@@ -137,7 +138,10 @@ class Scheduler:
         # A trace is of one text at a time.
         self.engine, self.most = engine, most if engine.trace is None else 1
         self.chunk = max(CHUNK, engine.forward.grain)
-        self.costs = batch_costs(engine, self.most)
+        settle_texts(engine.forward, self.most)
+        costs = batch_costs(engine, self.most)
+        self.costs = [] if costs is None else [costs.of(texts) for texts in range(1, self.most + 1)]
+        """What a round of 1, 2, ... texts costs; none where every text's is that of a lone run."""
         engine.spans = self.spans = Spans()
         self.pool = CachePool(cache_rows, engine.forward.grain, engine.forward.cache.dtype, engine.target.model.device)
         self.waiting: deque[Job] = deque()
@@ -240,11 +244,9 @@ class Scheduler:
             return
         engine, texts, forward = self.engine, [seat.text for seat in seats], self.engine.forward
         self.spans.start()
-        if self.costs is not None:
-            costs = self.costs.of(len(seats))
-            for proposer in (text.proposer for text in texts):
-                if isinstance(proposer, AdaptiveProposer):
-                    proposer.price(costs)
+        for proposer in (text.proposer for text in texts):
+            if isinstance(proposer, AdaptiveProposer):
+                proposer.price(self.costs[len(seats) - 1] if self.costs else proposer.costs, len(seats))
         trees = [engine.draft(text) for text in texts]
         self.spans.lap("draft")
         rows = [
@@ -252,7 +254,7 @@ class Scheduler:
             for seat, tree in zip(seats, trees, strict=True)
         ]
         lanes = forward.verify_texts(rows)
-        self.totals.forwards += 1 if forward.side_by_side else len(seats)
+        self.totals.forwards += -(-len(seats) // (forward.together or len(seats)))
         for seat, tree, (logits_RV, verified) in zip(seats, trees, lanes, strict=True):
             self.spans.lap("verify")
             with self._alone(seat):

@@ -84,6 +84,8 @@ class KVCache:
         self.capacity = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.addresses: tuple[Any, Any] | None = None
+        """Where every layer's buffers lie, once the compiled forward has looked (engine/native.py)."""
         self.start = self.rows = 0
         self.spans: list[Span] = []
         self._positions_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
@@ -96,7 +98,7 @@ class KVCache:
         """Make room for `rows` rows. Growing drops what the buffers held: call it before a sequence starts."""
         if rows > self.capacity:
             self.capacity = attended_length(rows - 1, self.block)
-            self.keys, self.values = {}, {}
+            self.keys, self.values, self.addresses = {}, {}, None
             self._columns = torch.arange(self.capacity, device=self.device)
 
     def copy(self, other: "KVCache", rows: int) -> None:
@@ -266,7 +268,20 @@ def _attend_in_steps(
     return torch.softmax(scores, dim=-1)[..., : key_BKLE.shape[2]].to(value_BKLU.dtype) @ value_BKLU
 
 
-RUNNING: ContextVar[KVCache | None] = ContextVar("RUNNING", default=None)
+class SideBySide:
+    """Several texts' caches in one forward, the n-th of its batch being the n-th text's."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = caches
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
+        """KVCache.attend of each text's own rows; context [B, N, R, U]."""
+        ones = [1] * len(self.caches)
+        parts = zip(self.caches, *(states.split_with_sizes(ones) for states in (query, key, value)), strict=True)
+        return torch.cat([cache.attend(layer, *states, *more) for cache, *states in parts])
+
+
+RUNNING: ContextVar[KVCache | SideBySide | None] = ContextVar("RUNNING", default=None)
 """The cache of the forward that runs. No keyword of that forward, for some architectures hand none on to attention."""
 
 

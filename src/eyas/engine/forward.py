@@ -1,16 +1,17 @@
 """The target's forward over a few rows at known positions, through transformers' own modules, with its taps.
 
-Shapes: B batch (1), R rows, H hidden, A width of the concatenated taps, V vocabulary.
+Shapes: B texts (1, or several side by side), R rows, H hidden, A width of the concatenated taps, V vocabulary.
 """
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.cache import ATTENTION, RUNNING, KVCache, depths, register
+from eyas.engine.cache import ATTENTION, RUNNING, KVCache, SideBySide, depths, register
 from eyas.engine.experts import use_experts_by_row
 from eyas.engine.rows import Lanes, TextRows
 from eyas.errors import InputError
@@ -28,8 +29,8 @@ class Forward(Protocol):
     boundaries: tuple[int, ...]
     rows: int | None
     cache: KVCache
-    side_by_side: bool
-    """Whether rows of several texts go through one forward, each with the bits of its lone run."""
+    together: int | None
+    """How many texts go through one forward, each with the bits of its lone run; None: any number."""
     rolls_back: bool
     """Whether rows can be overwritten: without that nothing can be drafted."""
     reason: str
@@ -63,12 +64,13 @@ class ModuleForward:
 
     name: str
     """Of the path, for the start-up line."""
-    side_by_side, rolls_back, grain, reason = False, True, PREFILL_ROWS, ""
+    rolls_back, grain, reason = True, PREFILL_ROWS, ""
 
     def __init__(self, target: Target, boundaries: Sequence[int] = (), rows: int | None = None) -> None:
         if boundaries:
             check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
         self.target, self.rows = target, rows
+        self.together: int | None = 1
         self.boundaries = tuple(boundaries)
         self.cache = KVCache(target.dtype, target.model.device)
         self.positions: list[int] = []
@@ -142,17 +144,29 @@ class ModuleForward:
         raise NotImplementedError
 
     def _run(self, ids: Sequence[int], positions: Sequence[int], **given: Any) -> Any:
+        """The backbone's output over one text's rows."""
+        return self._run_texts([ids], [positions], self.cache, **given)
+
+    def _run_texts(
+        self,
+        ids: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
+        running: KVCache | SideBySide,
+        /,
+        **given: Any,
+    ) -> Any:
         """Rows that are padding or drafted may lie beyond the target's last position, which has no embedding of its own
         where positions are learned: they stand at the last, for no text ever holds them."""
         device, last = self.cache.device, self.target.context_length - 1
-        self.positions = [min(position, last) for position in positions]
+        placed = [[min(position, last) for position in row] for row in positions]
+        self.positions = placed[0]
         if "position_ids" in self._takes:
-            given["position_ids"] = torch.tensor([self.positions], device=device)
-        running = RUNNING.set(self.cache)
+            given["position_ids"] = torch.tensor(placed, device=device)
+        token = RUNNING.set(running)
         try:
-            return self.target.backbone(input_ids=torch.tensor([list(ids)], device=device), **given)
+            return self.target.backbone(input_ids=torch.tensor([list(row) for row in ids], device=device), **given)
         finally:
-            RUNNING.reset(running)
+            RUNNING.reset(token)
 
     def _hook(self, boundary: int) -> Any:
         layers, n = self.target.layers, self.target.num_hidden_layers
@@ -169,7 +183,8 @@ class ModuleForward:
 
 
 class TargetForward(ModuleForward):
-    """Attention through transformers' interface, over the KVCache: trees in one forward."""
+    """Attention through transformers' interface, over the KVCache: trees in one forward, and several texts in one where
+    engine/together.py found that they keep their bits."""
 
     name = "plain"
 
@@ -205,27 +220,65 @@ class TargetForward(ModuleForward):
         return found
 
     def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor:
+        padded, positions = self._plan(TextRows(self.cache, ids, start, parents))
+        return self._states_of([padded], [positions], self.cache)
+
+    def verify_texts(self, texts: Sequence[TextRows]) -> Lanes:
+        """As many in one forward as keep their bits there, each in a bucket of its own."""
+        size = self.together or len(texts)
+        for first in range(0, len(texts), size):
+            yield from self._lanes(texts[first : first + size])
+
+    def _lanes(self, texts: Sequence[TextRows]) -> Lanes:
+        if len(texts) == 1:
+            yield from super().verify_texts(texts)
+            return
+        ids, positions = zip(*(self._plan(text) for text in texts), strict=True)
+        normed_BRH = self._states_of(ids, positions, SideBySide([text.cache for text in texts]))
+        logits_BRV = self.target.logits(normed_BRH).float()
+        taps_BRA = self.taps() if self.boundaries else normed_BRH[..., :0]
+        for index, text in enumerate(texts):
+            yield logits_BRV[index], _Lane(text.cache, taps_BRA[index : index + 1])
+
+    def _plan(self, text: TextRows) -> tuple[Sequence[int], Sequence[int]]:
+        """Ids and positions of a text's rows in their bucket; its cache is told of the forward."""
+        ids, start, parents = text.ids, text.start, text.parents
         count = max(len(ids), self.rows or 0)
         padded = [*ids, *[ids[-1]] * (count - len(ids))]
         if parents is None or list(parents) == list(range(-1, len(ids) - 1)):
-            return self._forward(padded, start, by_position=True)
+            text.cache.begin(start, count)
+            return padded, range(start, start + count)
         assert len(parents) == len(ids) and parents[0] == -1 and -1 not in parents[1:], "one root, a parent for each id"
-        self.cache.begin_paths(start, parents, count)
+        text.cache.begin_paths(start, parents, count)
         positions = [start + depth for depth in depths(parents)]
-        return self._states_of(padded, [*positions, *[start] * (count - len(ids))])
+        return padded, [*positions, *[start] * (count - len(ids))]
 
     def keep(self, path: Sequence[int]) -> None:
         self.cache.keep(path)
 
     def _prompt(self, ids: Sequence[int], start: int) -> Tensor:
-        return self._forward(ids, start, by_position=False)
+        self.cache.begin(start, len(ids), by_position=False)
+        return self._states_of([ids], [range(start, start + len(ids))], self.cache)
 
-    def _forward(self, ids: Sequence[int], start: int, *, by_position: bool) -> Tensor:
-        self.cache.begin(start, len(ids), by_position=by_position)
-        return self._states_of(ids, range(start, start + len(ids)))
+    def _states_of(
+        self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], cache: KVCache | SideBySide
+    ) -> Tensor:
+        mask = self._no_mask.expand(len(ids), -1, -1, -1)
+        return self._run_texts(ids, positions, cache, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def _states_of(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        return self._run(ids, positions, attention_mask=self._no_mask, use_cache=False).last_hidden_state
+
+@dataclass(frozen=True)
+class _Lane:
+    """One text's rows of a forward of several; `taps_1RA` without columns where none are wanted."""
+
+    cache: KVCache
+    taps_1RA: Tensor
+
+    def keep(self, path: Sequence[int]) -> None:
+        self.cache.keep(path)
+
+    def taps(self, path: Sequence[int] | None = None) -> Tensor:
+        return self.taps_1RA if path is None else self.taps_1RA[:, list(path)]
 
 
 STATE = "its layers keep a past of their own, which a rejected token would change for good"

@@ -43,7 +43,7 @@ def unsupported(target: Target) -> str | None:
 class NativeForward:
     """As TargetForward, over the target's own weights; needs no row bucket, so `rows` stays None."""
 
-    side_by_side, rolls_back, grain, reason = True, True, 1, ""
+    rolls_back, grain, reason = True, 1, ""
 
     def __init__(
         self, target: Target, library: ctypes.CDLL, boundaries: Sequence[int] = (), *, int8: bool = False
@@ -52,6 +52,7 @@ class NativeForward:
             check_boundaries(boundaries, target.num_hidden_layers, where="the draft's taps")
         self.target, self.boundaries, self.library = target, tuple(boundaries), library
         self.rows: int | None = None
+        self.together: int | None = None
         self.cache = KVCache(torch.bfloat16 if int8 else target.dtype)
         self.decoder = Decoder(library, decoder_parts(target), self.cache.dtype, self._rope, [target.head], int8)
         self.head = self.decoder.others[0]

@@ -32,8 +32,6 @@ def start(arguments: Namespace) -> Scheduler:
     rows = arguments.cache_rows or free_rows(engine, arguments.max_running)
     scheduler = Scheduler(engine, cache_rows=rows, most=arguments.max_running)
     say(f"engine: {rows} cache rows, {arguments.max_running} texts at a time")
-    if not engine.forward.side_by_side:
-        say("engine: on this path texts take their rounds one after the other (docs/server.md)")
     say(phase_line("warmup"))
     warm_up(scheduler)
     return scheduler
