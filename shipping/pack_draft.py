@@ -25,11 +25,12 @@ from eyas.errors import EyasError, InputError
 from eyas.export.folder import export_draft
 from eyas.failures import report
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.checkpoint import CONFIG, WEIGHTS, load_draft, save_draft
+from eyas.models.checkpoint import CONFIG, WEIGHTS, chosen_step, load_draft, read_info, save_draft, step_number
 from eyas.progress import say
 from eyas.recipe import EvaluateSettings, ExportSettings, TargetSettings, load_recipe
 from eyas.run import JSON, hash_file, is_complete, machine, read_manifest, versions, write_atomic
 from eyas.shipped import CARD, DRAFT, LOG, RECIPE, SHIPPED, Card, Figures, shipped_root
+from eyas.stage import PROGRESS
 from eyas.training.evaluate import evaluate
 from eyas.training.metrics import HELD_OUT, METRICS
 
@@ -43,7 +44,7 @@ BENCHED = ("baseline", "speculative", "speedup", "divergence", "identical_output
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--draft", type=Path, required=True, help="a draft stage's folder")
+    add("--draft", type=Path, required=True, help="a draft stage's folder, finished or not, or one of its steps")
     add("--responses", type=Path, required=True, help="the answers it learned from")
     add("--heldout", type=Path, required=True, help="captures whose heldout split is held-out topics")
     add("--test", type=Path, required=True, help="captures of the answers to the test set, all of them heldout")
@@ -64,20 +65,22 @@ def main(argv: list[str] | None = None) -> None:
 def pack_draft(options: argparse.Namespace) -> Card:
     """Raises InputError, the folder left as it was, for a draft that is too large, of another target or not Eyas's."""
     load_recipe(str(options.recipe))  # a recipe that is shipped can be read
-    trained, answers = read_manifest(options.draft, "draft"), read_manifest(options.responses, "responses")
+    step, answers = chosen_step(options.draft), read_manifest(options.responses, "responses")
+    root = options.draft if (options.draft / METRICS).is_file() else options.draft.parent
+    info, training = read_info(step), training_facts(root, step)
     with TemporaryDirectory() as temporary:
         made = Path(temporary) / SHIPPED
-        config = rounded(options.draft, made / DRAFT)
+        rounded(step, made / DRAFT)
         results = measured(made / DRAFT, options)
         write_atomic(made / "evaluate" / "result.json", json.dumps(results["test"], indent=1) + "\n")
         write_atomic(made / RECIPE, options.recipe.read_text("utf-8"))
-        write_atomic(made / LOG, short_log(options.draft / METRICS))
+        write_atomic(made / LOG, short_log(root / METRICS, training["of_step"]))
         card = Card(
             name=SHIPPED,
-            target=trained.facts["target"],
-            tokenizer_hash=trained.facts["tokenizer_hash"],
-            template_hash=trained.facts["template_hash"],
-            form=form(config),
+            target=info.target,
+            tokenizer_hash=info.tokenizer_hash,
+            template_hash=info.template_hash,
+            form=form(info.draft),
             figures={name: figures(result) for name, result in results.items()},
             prompts=prompt_facts(options.responses, options.prompts),
             answers={
@@ -86,12 +89,7 @@ def pack_draft(options: argparse.Namespace) -> Card:
                 "dtype": answers.facts["dtype"],
                 "sha256": answers.files[RESPONSES],
             },
-            training={
-                **{key: trained.facts[key] for key in ("draft", "steps", "tokens", "precision", "vocabulary_coverage")},
-                "seconds": trained.seconds,
-                "machine": trained.machine,
-                "settings": {**bare(trained.settings["train"], "start_from"), "draft": trained.settings["draft"]},
-            },
+            training=training,
             bench=None if options.bench is None else benched(options.bench),
             commit=commit(),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -108,7 +106,27 @@ def pack_draft(options: argparse.Namespace) -> Card:
     return card
 
 
-def rounded(draft: Path, out: Path) -> DraftConfig:
+def training_facts(root: Path, step: Path) -> JSON:
+    """What its folder says of the run: the step that is shipped (`of_step`), tokens until there, settings, seconds, and
+    whether the run ended."""
+    number = step_number(step)
+    lines: list[JSON] = [json.loads(line) for line in (root / METRICS).read_text().splitlines()]
+    tokens = next((line["tokens"] for line in lines if line["step"] == number), None)
+    facts = {"of_step": number, "tokens": tokens, "finished": is_complete(root)}
+    if is_complete(root):
+        manifest = read_manifest(root, "draft")
+        keys = ("steps", "precision", "vocabulary_coverage")
+        facts |= {key: manifest.facts[key] for key in keys} | {"machine": manifest.machine}
+        settings, seconds = manifest.settings, manifest.seconds
+    else:
+        state = json.loads((root / PROGRESS).read_text())
+        facts |= {"steps": lines[-1]["step"], "precision": state["decided"].get("precision")}
+        settings, seconds = state["settings"], state["seconds"]
+    kept = {**bare(settings["train"], "start_from"), "draft": settings["draft"]}
+    return {**facts, "seconds": round(seconds), "settings": kept}
+
+
+def rounded(draft: Path, out: Path) -> None:
     """The draft in bfloat16 as an export, without a manifest: that would name this machine's folders."""
     module, info = load_draft(draft, dtype=torch.bfloat16)
     with TemporaryDirectory() as temporary:
@@ -117,7 +135,6 @@ def rounded(draft: Path, out: Path) -> DraftConfig:
         export_draft(ours, export, ExportSettings())
         for name in (WEIGHTS, CONFIG):
             write_atomic(out / name, (export / name).read_bytes())
-    return info.draft
 
 
 def measured(draft: Path, options: argparse.Namespace) -> dict[str, JSON]:
@@ -167,9 +184,10 @@ def bare(settings: JSON, key: str) -> JSON:
     return settings | {key: Path(settings[key]).name} if settings.get(key) else settings
 
 
-def short_log(metrics: Path) -> str:
-    """Every measured step of metrics.jsonl, and others at even distances, in the fewer keys."""
+def short_log(metrics: Path, until: int) -> str:
+    """Of the steps up to the one that is shipped every measured one, and others at even distances, in fewer keys."""
     lines: list[JSON] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [line for line in lines if line["step"] <= until]
     every = max(1, len(lines) // LOG_LINES)
     kept = [line for number, line in enumerate(lines) if number % every == 0 or HELD_OUT in line or line is lines[-1]]
     return "".join(json.dumps({key: line[key] for key in LOGGED if key in line}) + "\n" for line in kept)

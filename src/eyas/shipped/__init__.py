@@ -62,7 +62,7 @@ class Card(BaseModel):
     answers: JSON
     """How many, their tokens, sampling, the checksum of responses.jsonl."""
     training: JSON
-    """Steps, tokens, seconds, precision, step handed on."""
+    """The step that is shipped (`of_step`), tokens until there, the run's steps, seconds, settings and precision."""
     bench: JSON | None = None
     """Plain against speculative decoding on the test set, with its machine; None where not measured."""
     commit: str
@@ -168,7 +168,7 @@ def _known(card: Card) -> dict[str, Any]:
         "form": card.form,
         "answers": card.answers.get("samples"),
         "answer_tokens": card.answers.get("answer_tokens"),
-        "steps": card.training.get("steps"),
+        "steps": card.training.get("of_step"),
         "training_tokens": card.training.get("tokens"),
         "commit": card.commit,
         "created": card.created,
