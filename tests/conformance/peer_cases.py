@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.draft import Draft
+from eyas.models.draft import Draft, make_draft
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.training.loss import Batch
 from eyas.training.rows import supervise
@@ -68,6 +68,16 @@ class Case:
 
 WINDOW = Case("window", ("speculators/sdpa",), 7, {"sliding_window": 9}, gradients=False)
 """Apart from CASES: there the peer's convention is another."""
+PEAGLE = Case(
+    "peagle",
+    ("speculators/sdpa",),
+    5,
+    {"method": "peagle", "mask_token_id": 3, "num_hidden_layers": 2, "fc_norm": True},
+    lengths=(40, 33),
+    prompts=(9, 12),
+    gradients=False,
+)
+"""Apart from CASES: there the peer draws which rows it trains."""
 SDPA = ("speculators/sdpa", "specforge/sdpa")
 CASES = (
     Case("ttt3", SDPA, 3),
@@ -149,7 +159,7 @@ class Material:
 def material(case: Case) -> Material:
     torch.manual_seed(sum(case.name.encode()))
     config = case.config
-    draft = Draft(config)
+    draft = make_draft(config)
     with torch.no_grad():
         for parameter in draft.parameters():
             if not parameter.is_meta:

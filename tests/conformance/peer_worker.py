@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import specforge.algorithms.eagle3.model as specforge_eagle3
+import speculators.models.peagle.core as speculators_peagle
 import torch
 from safetensors.torch import load_file, save_file
 from specforge.algorithms.eagle3.data import build_offline_collator, normalize_offline_sample
@@ -27,6 +28,7 @@ from specforge.training.strategies.base import Eagle3TrainStrategy
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.train.data import CollateFn
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
@@ -75,11 +77,16 @@ def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3
         layer.sliding_window = config["sliding_window"]
         layer.layer_types = ["sliding_attention"] * config["num_hidden_layers"]
     layer._attn_implementation = attention
-    model = Eagle3DraftModel(
-        Eagle3SpeculatorConfig(
+    peagle = config["method"] == "peagle"
+    model_class, config_class = (
+        (PEagleDraftModel, PEagleSpeculatorConfig) if peagle else (Eagle3DraftModel, Eagle3SpeculatorConfig)
+    )
+    model = model_class(
+        config_class(
             transformer_layer_config=layer,
             draft_vocab_size=config["draft_vocab_size"],
             eagle_aux_hidden_state_layer_ids=config["boundaries"],
+            **({"mask_token_id": config["mask_token_id"]} if peagle else {}),
             **{key: config[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
         )
     )
@@ -123,6 +130,8 @@ def speculators_batch(facts: Facts, tensors: Tensors) -> Facts:
 
 
 def run_speculators(facts: Facts, tensors: Tensors, attention: str) -> Tensors:
+    if facts["config"]["method"] == "peagle":
+        return run_speculators_peagle(facts, tensors, attention)
     model = speculators_model(facts["config"], tensors, attention)
     logits = record_logits(model.lm_head)
     flex = attention == "simple_flex_attention"
@@ -143,6 +152,32 @@ def run_speculators(facts: Facts, tensors: Tensors, attention: str) -> Tensors:
         start = rows.stop
         for step, one in enumerate(logits):
             out |= of_document(number, step, one, (0, rows))
+    return out
+
+
+def run_speculators_peagle(facts: Facts, tensors: Tensors, attention: str) -> Tensors:
+    """Logits of the rows that their sampling keeps, at a ratio of 1 all but one or two a depth; the others are NaN."""
+    model, seen = speculators_model(facts["config"], tensors, attention), []
+    logits, sample = record_logits(model.lm_head), speculators_peagle.generate_cod_sample_indices
+
+    def noted(**arguments: Any) -> tuple[Tensor, Tensor]:
+        seen.append(sample(**arguments))
+        return seen[-1]
+
+    speculators_peagle.generate_cod_sample_indices = noted
+    batch, ratios = speculators_batch(facts, tensors), {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
+    with torch.no_grad():
+        loss_config = resolve_loss_config("kl_div", implementation="eager")
+        model(**batch, num_depths=facts["steps"], loss_config=loss_config, **ratios)
+    (anchors, depths), out, start = seen[0], {}, 0
+    for number in range(facts["documents"]):
+        length = len(tensors[f"{number}.ids"]) - 1
+        for depth in range(facts["steps"]):
+            kept = (depths == depth) & (anchors >= start) & (anchors < start + length)
+            rows = torch.full((length, logits[0].shape[-1]), torch.nan)
+            rows[anchors[kept] - start] = logits[0][0, kept]
+            out[f"logits.{number}.{depth}"] = rows
+        start += length
     return out
 
 

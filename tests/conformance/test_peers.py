@@ -20,12 +20,12 @@ from eyas.recipe import TrainSettings
 from eyas.training import attention
 from eyas.training.loop import row_weights
 from eyas.training.loss import in_vocabulary, ttt_loss, unroll
-from peer_cases import CASES, DECAY, WINDOW, Material, batch_of, material, teacher_of, write_case
+from peer_cases import CASES, DECAY, PEAGLE, WINDOW, Material, batch_of, material, teacher_of, write_case
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("EYAS_PEERS_PYTHON", ROOT / ".venv-peers/bin/python"))
-BY_NAME = {case.name: case for case in (*CASES, WINDOW)}
+BY_NAME = {case.name: case for case in (*CASES, WINDOW, PEAGLE)}
 RUNS = [(case.name, run) for case in CASES for run in case.runs]
 WITH_GRADIENTS = [(name, run) for name, run in RUNS if BY_NAME[name].gradients]
 
@@ -78,6 +78,21 @@ def test_every_step_has_the_peers_logits(peers: Path, name: str, run: str) -> No
     found = compare(theirs_of(peers, name, run), name)
     assert len(found) == BY_NAME[name].steps
     assert max(found) < 1e-5, found
+
+
+def test_every_depth_of_a_parallel_chain_has_the_peers_logits(peers: Path) -> None:
+    """Of the rows that it drew: nearly all of ours."""
+    theirs, batch = theirs_of(peers, "peagle", "speculators/sdpa"), batch_of(PEAGLE, made("peagle"))
+    starts, draft = torch.tensor(batch.rows.starts), made("peagle").draft
+    with torch.no_grad():
+        hidden = unroll(draft, batch.taps_TA, batch.ids_T, batch.rows)
+        for depth, (index, states) in enumerate(zip(batch.rows.index, hidden, strict=True)):
+            document = torch.searchsorted(starts, index, right=True) - 1
+            pairs = zip(document.tolist(), (index - starts[document]).tolist(), strict=True)
+            wanted = torch.stack([theirs[f"logits.{one}.{depth}"][row] for one, row in pairs])
+            drawn = wanted.isfinite().all(dim=-1)
+            assert drawn.float().mean() > 0.8
+            assert apart(draft.logits(states)[drawn], wanted[drawn]) < 1e-5, depth
 
 
 @pytest.mark.parametrize(("name", "run"), WITH_GRADIENTS)
