@@ -1,6 +1,6 @@
 """The shipped draft, from the bank to the package: `make shipped`. Hours on two cores; the same command resumes.
 
-    python shipping/make.py [--until answers] [--out runs/shipped] [--set train.epochs=6 ...]
+    python shipping/make.py [--until answers] [--kept] [--out runs/shipped] [--set train.epochs=6 ...]
 
     own        the target writes questions           shipping/own.jsonl, kept in git (none where ask = 0)
     prompts    bank, own questions, held-out topics  runs/shipped/prompts
@@ -11,6 +11,7 @@
     bench      of the rounded draft, by [bench]      runs/shipped/bench
     pack       measured, with its card               src/eyas/shipped/eagle3
 
+With --kept only those train prompts are asked that shipping/answers.xz has an answer to: no hours of decoding.
 What is done is skipped; what was begun goes on. `shipping/prompts.toml` says what is asked, `shipping/shipped.toml` how
 it is answered and learned.
 """
@@ -69,10 +70,11 @@ class Asked(Section):
 class Making:
     """One run: where it lies, by which recipe. Each step is made, or found done, once."""
 
-    def __init__(self, recipe: Recipe, recipe_path: Path, asked: Asked, out: Path, answers: Path, into: Path) -> None:
-        self.recipe, self.recipe_path, self.asked = recipe, recipe_path, asked
-        self.out, self.kept, self.into = out, answers, into
-        self.stages = Stages(out)
+    def __init__(self, recipe: Recipe, asked: Asked, options: argparse.Namespace) -> None:
+        self.recipe, self.recipe_path, self.asked = recipe, options.recipe, asked
+        self.out, self.kept, self.into = options.out, options.answers, options.into
+        self.only_kept: bool = options.kept
+        self.stages = Stages(options.out)
 
     # Questions and answers --------------------------------------------------------------------------------------------
 
@@ -99,7 +101,8 @@ class Making:
     def prompts(self) -> Path:
         """All that is asked, each once; the bank's held-out part as heldout."""
         own = self.own
-        settings = {**self.asked.model_dump(mode="json"), "own_sha256": None if own is None else hash_file(own)}
+        own_sha256 = None if own is None else hash_file(own)
+        settings = {**self.asked.model_dump(mode="json"), "own_sha256": own_sha256, "only_kept": self.only_kept}
         return self.stages.stage("prompts", lambda out: write_prompts(out, settings, lambda: self.rows(own)))
 
     def rows(self, own: Path | None) -> list[Row]:
@@ -109,6 +112,9 @@ class Making:
         if own is not None:
             found = [json.loads(line) for line in own.read_text("utf-8").splitlines()]
             rows += [prompt_row(row["id"], row["messages"], "train", None, "own") for row in found]
+        if self.only_kept:
+            known = {line["prompt_id"] for line in read_packed(self.kept).lines}
+            rows = [row for row in rows if row["id"] in known]
         rows += [bank_row(prompt) for prompt in generate(asked.heldout, asked.heldout_seed, "heldout")]
         return list({row["id"]: row for row in rows}.values())
 
@@ -215,13 +221,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, default=Path("runs/shipped"))
     add("--answers", type=Path, default=ANSWERS)
     add("--into", type=Path, default=shipped_root())
+    add("--kept", action="store_true", help="ask only what has an answer in --answers")
     add("--until", choices=STEPS, default=STEPS[-1])
     add("--set", dest="sets", action="append", default=[])
     options = parser.parse_args(argv)
     try:
         recipe = load_recipe(str(options.recipe), tuple(options.sets))
         asked = validate(Asked, tomllib.loads(options.asked.read_text("utf-8")), str(options.asked))
-        making = Making(recipe, options.recipe, asked, options.out, options.answers, options.into)
+        making = Making(recipe, asked, options)
         print(getattr(making, options.until))
     except EyasError as error:
         sys.exit(report(error, []))

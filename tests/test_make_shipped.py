@@ -91,6 +91,11 @@ def test_every_step_is_made_once_and_what_is_kept_is_not_made_again(
     lines = {line["id"]: line for line in read_responses(again / "responses.jsonl")}
     assert lines == {line["id"]: line for line in kept.lines} and read_manifest(again).facts["greedy"]
     assert read_packed(tmp_path / "kept" / "answers.xz").lines == kept.lines
+    # more is asked for, but only what has an answer: still nothing is decoded
+    (tmp_path / "asked.toml").write_text(ASKED.replace("each = 8", "each = 30"))
+    make.main([*flags, "--out", str(tmp_path / "only"), "--until", "answers", "--kept"])
+    only = read_responses(tmp_path / "only" / "responses" / "responses.jsonl")
+    assert {line["id"] for line in only} == lines.keys()
 
 
 def test_the_recipe_and_what_is_asked_are_read(make) -> None:

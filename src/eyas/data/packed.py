@@ -108,7 +108,8 @@ def pack(folders: Sequence[Path], out: Path, target: Target | None = None, earli
         if parts:
             _check_alike(parts[0][0], facts, folder)
         parts.append((facts, fresh))
-        sources.append(source.model_copy(update={"answers": len(fresh)}))
+        if fresh:
+            sources.append(source.model_copy(update={"answers": len(fresh)}))
     lines = [line for _, some in parts for line in some]
     if not lines:
         names = ", ".join(map(str, folders))
