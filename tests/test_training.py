@@ -8,9 +8,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
 
 from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
@@ -30,6 +32,7 @@ from made_captures import BOUNDARIES, made, make_samples, write_captures
 from tiny import save_tiny_target, tiny_model
 
 SHAPE = DraftSettings(vocab_size=128)
+STATES_FILE = "trainer_state/shard-00001-model-00001-of-00001.safetensors"
 SETTINGS = TrainSettings(epochs=4, batch_tokens=64, ttt_length=3, save_every=3, precision="float32")
 
 
@@ -129,7 +132,7 @@ def test_only_the_last_two_checkpoints_are_kept_and_the_manifest_names_the_newes
     assert run(captures, tmp_path / "draft") == manifest, "done: nothing is computed again"
     assert manifest.facts["vocabulary_coverage"] > 0.5
     names = {path.name for path in folders[-1].iterdir()}
-    assert names == {"config.json", "model.safetensors", "trainer_state.safetensors", "trainer.json"}
+    assert names == {"config.json", "model.safetensors", "trainer_state", "trainer.json"}
 
 
 def test_other_settings_or_captures_do_not_resume(
@@ -196,7 +199,7 @@ def test_a_sample_that_overflows_by_itself_is_named_alone(
         assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(folder)[0]).values())
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "trainer_state.safetensors", "trainer.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", STATES_FILE, "trainer.json"])
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_goes_on(
     captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -231,15 +234,15 @@ def test_a_step_without_a_supervised_row_moves_nothing_it_should_not(
 def test_a_full_disk_is_said_and_the_last_checkpoint_stays_whole(
     captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = trainer_state.write_atomic
+    write = dcp_filesystem.FileSystem.create_stream
 
-    def full(path: Path, data: str | bytes) -> None:
-        if "step-6" in str(path) and path.name == trainer_state.STATES:
+    def full(files: Any, path: str | os.PathLike, mode: str) -> Any:
+        if "step-6" in str(path) and mode == "wb":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
+        return write(files, path, mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_state, "write_atomic", full)
+        patch.setattr(dcp_filesystem.FileSystem, "create_stream", full)
         with pytest.raises(InputError, match="No space left"):
             run(captures, tmp_path / "draft")
     assert [path.name for path in sorted(tmp_path.glob("draft/*step-*"))] == ["step-3"]

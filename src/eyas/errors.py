@@ -5,7 +5,8 @@ EyasError
 |   |-- MissingDependency   the same, and the next step is an install line
 |   `-- Unsupported         a kind that Eyas does not know
 |-- CheckFailed           exit 1: a check or a comparison failed
-`-- ServerDied            exit 3: a supervised process died or never became ready
+|-- ServerDied            exit 3: a supervised process died or never became ready
+`-- RankLost              exit 3: of several processes that train one draft, one ended or fell silent
 """
 
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,12 @@ class ServerDied(EyasError):
 
     def as_json(self) -> dict[str, object]:
         return {**self.as_dict(), **self.facts}
+
+
+class RankLost(EyasError):
+    """One of the processes that train together ended, or fell silent, before the work was done."""
+
+    exit_code = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

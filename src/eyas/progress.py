@@ -13,6 +13,11 @@ console = Console(stderr=True)
 LINE_EVERY_S = 5.0
 
 
+def mute() -> None:
+    """Say nothing from now on: another process says the same (training shared among several)."""
+    console.quiet = True
+
+
 def say(text: str) -> None:
     """One line for the person watching, on stderr."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -34,7 +39,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         self.started = self.last_line = time.monotonic()
-        if console.is_terminal:
+        if console.is_terminal and not console.quiet:
             self.bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -71,6 +76,8 @@ class Progress:
 
     def _line(self) -> None:
         self.last_line = time.monotonic()
+        if console.quiet:
+            return
         eta = (self.total - self.count) / self.rate if self.rate > 0 and self.total > self.count else 0.0
         print(
             f"{self.label}: {self.count:,}/{self.total:,} {self.unit}, {self.rate:,.0f} {self.unit}/s, "

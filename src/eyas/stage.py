@@ -148,18 +148,18 @@ def _has_data(folder: Path) -> bool:
 
 def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:
     advice = f"give another --out, or remove {stage.folder} to make it anew"
-    ours, theirs = _flat(stage.settings), _flat(settings)
+    ours, theirs = flat(stage.settings), flat(settings)
     for key in sorted(ours.keys() | theirs.keys()):
         check_same(f"{stage.name}.{key}", ours.get(key), theirs.get(key), stage.folder, advice)
     for name, path in stage.inputs.items():
         check_same(f"the {name} it is made from", manifest_hash(path), inputs.get(name), stage.folder, advice)
 
 
-def _flat(settings: JSON, prefix: str = "") -> JSON:
+def flat(settings: JSON, prefix: str = "") -> JSON:
     found: JSON = {}
     for key, value in settings.items():
         if isinstance(value, dict):
-            found.update(_flat(value, f"{prefix}{key}."))
+            found.update(flat(value, f"{prefix}{key}."))
         else:
             found[prefix + key] = value
     return found

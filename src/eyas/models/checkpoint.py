@@ -48,10 +48,11 @@ class DraftInfo(BaseModel):
     versions: dict[str, str]
 
 
-def save_draft(folder: Path, draft: Draft, info: DraftInfo) -> None:
-    """Write `draft` into `folder` in its own dtype. Raises InputError on a full disk; nothing half-written is left."""
+def save_draft(folder: Path, draft: Draft, info: DraftInfo, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write `draft` into `folder` in its own dtype; `tensors` are its own, where they had to be put together from
+    several processes. Raises InputError on a full disk; nothing half-written is left."""
     assert info.draft == draft.config, "the eyas block describes this draft"
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft_tensors(draft).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or draft_tensors(draft)).items()}
     write_atomic(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / CONFIG, json.dumps(config_json(info, str(draft.fc.weight.dtype)), indent=1) + "\n")
 

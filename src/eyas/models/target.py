@@ -70,6 +70,11 @@ class Target:
     def final_norm(self) -> nn.Module:
         return _part(self.backbone, FINAL_NORMS, nn.Module)
 
+    def to(self, device: torch.device) -> "Target":
+        """Its weights moved there."""
+        nn.Module.to(self.model, device)
+        return self
+
     @property
     def head(self) -> nn.Linear:
         return _head(self.model)

@@ -112,6 +112,13 @@ class TrainSettings(Section):
     """Stop when so many measurements in a row are below the best while the loss still falls; 0 never stops."""
     precision: Precision = "auto"
     """Of the matrix products (weights and optimiser are float32); `auto` measures which is faster on this machine."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: every process holds the whole draft (`ddp`), or weights, gradients and moments are in shards
+    (`fsdp`). Alone it says nothing."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto`: the GPU with the process's number on its machine, the CPU where there is none."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Under torchrun: how long processes wait for one that is silent before they end, in seconds."""
 
     @field_validator("step_weights", mode="before")
     @classmethod

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from eyas.data.shards import Sample, Samples
+from eyas.errors import InputError
+from eyas.progress import say
+from eyas.recipe import TrainSettings
+from eyas.training.distributed import Ranks
 from eyas.training.loss import Batch
 from eyas.training.rows import supervise
 from eyas.training.teacher import Teacher, next_tokens
@@ -39,6 +43,41 @@ def pack(indices: list[int], lengths: list[int], batch_tokens: int) -> list[list
         batches[-1].append(index)
         room -= lengths[index]
     return batches
+
+
+def parts(batches: list[list[int]], lengths: list[int], batch_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """For each of `ranks` processes its packed batches of one optimiser step's `batches`: together the same samples.
+
+    The longest samples go first, each to the process with the fewest tokens. All get as many batches, the last of some
+    without a sample.
+    """
+    if ranks == 1:
+        return [batches]
+    indices = [index for batch in batches for index in batch]
+    places: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for place in sorted(range(len(indices)), key=lambda place: (-lengths[indices[place]], place)):
+        rank = tokens.index(min(tokens))
+        places[rank].append(place)
+        tokens[rank] += lengths[indices[place]]
+    packed = [pack([indices[place] for place in sorted(mine)], lengths, batch_tokens) for mine in places]
+    most = max(map(len, packed))
+    return [part + [[]] * (most - len(part)) for part in packed]
+
+
+def check_shares(plan: list[list[list[int]]], settings: TrainSettings, ranks: Ranks) -> None:
+    """Raise InputError where no optimiser step has a sample for each process; say it where some have not."""
+    counts = [sum(len(indices) for indices in step) for step in plan]
+    if max(counts) < ranks.size:
+        raise InputError(
+            wanted=f"at least one sample in an optimiser step for each of {ranks.size} processes",
+            got=f"{max(counts)} at most, in steps of {settings.accumulate} times {settings.batch_tokens} tokens",
+            where="train.accumulate, train.batch_tokens",
+            next=f"--set train.accumulate={settings.accumulate * ranks.size}, or --nproc-per-node {max(counts)}",
+        )
+    short = sum(count < ranks.size for count in counts)
+    if short:
+        say(f"train: {short} of {len(plan)} steps have fewer samples than processes; some idle in them")
 
 
 class Batches:
@@ -74,7 +113,9 @@ class Batches:
             return next_tokens(sample.ids_T)
         kept_T = self.kept_argmax[self.starts[index] : self.starts[index + 1]]
         if kept_T[0] == UNKNOWN:
-            kept_T[:] = self.teacher.argmax(sample.last_hidden_TH).cpu().numpy()
+            found_T = self.teacher.argmax(sample.last_hidden_TH).cpu().numpy()
+            kept_T[1:] = found_T[1:]
+            kept_T[0] = found_T[0]  # last: it tells the other processes of this machine that all are known
         return torch.from_numpy(kept_T.astype(np.int64))
 
 

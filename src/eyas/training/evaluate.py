@@ -185,6 +185,21 @@ class Tally:
             all_rounds.extend(some)
         self.by_length.add(found, rounds[-1])
 
+    def merge(self, other: "Tally") -> None:
+        """Add what another process counted over other samples."""
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.off_path += other.off_path
+        for mine, theirs in zip(self.counts, other.counts, strict=True):
+            mine += theirs
+        for mine, theirs in zip(self.rounds, other.rounds, strict=True):
+            mine.extend(theirs)
+
+    @property
+    def counts(self) -> tuple[Tensor, ...]:
+        by = self.by_length
+        return self.rows, self.hits, self.joint, self.eligible, by.rows, by.joint, by.rounds, by.accepted
+
     def result(self, greedy: bool) -> dict[str, Any]:
         """The figures of docs/commands.md."""
         survival = _shares(self.joint, self.rows)

@@ -7,16 +7,18 @@ from typing import Any
 
 from eyas.data.shards import Samples
 from eyas.models.draft import Draft
+from eyas.training.distributed import Ranks
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.metrics import HELD_OUT
 from eyas.training.teacher import Teacher
 
 
 class HeldOut:
-    """The samples that are measured: `limit` of the held-out split, spread evenly; chains of `steps`."""
+    """The samples that are measured: `limit` of the held-out split, spread evenly; chains of `steps`. Of several
+    processes each takes every so manieth."""
 
-    def __init__(self, reader: Samples, teacher: Teacher, steps: int, limit: int) -> None:
-        self.reader, self.teacher, self.steps = reader, teacher, steps
+    def __init__(self, reader: Samples, teacher: Teacher, steps: int, limit: int, ranks: Ranks) -> None:
+        self.reader, self.teacher, self.steps, self.ranks = reader, teacher, steps, ranks
         usable = [number for number in reader.of_split("heldout") if _one_answer(reader, number)]
         count = min(limit, len(usable))
         self.chosen = [usable[place * len(usable) // count] for place in range(count)]
@@ -25,12 +27,15 @@ class HeldOut:
     def measure(self, draft: Draft) -> dict[str, Any]:
         """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows."""
         tally = Tally(self.steps)
-        for number in self.chosen:
+        for number in self.chosen[self.ranks.place.rank :: self.ranks.size]:
             (sample,) = self.reader.read_all([number])
             if number not in self.truths:
                 self.truths[number] = truth_of(sample, self.teacher)
             add_sample(tally, draft, sample, self.teacher, self.truths[number])
-        found = tally.result(self.reader.greedy)
+        tallies = self.ranks.gather(tally)
+        for other in tallies[1:]:
+            tallies[0].merge(other)
+        found = tallies[0].result(self.reader.greedy)
         kind = "accept_length_walk" if self.reader.greedy else "accept_length"
         return {HELD_OUT: round(found[kind], 6), "heldout_survival": found["survival"]}
 

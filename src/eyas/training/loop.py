@@ -1,42 +1,42 @@
 """`eyas train`: captures in, a draft out.
 
 The run is planned from sample lengths alone (which samples in which step), so a checkpoint's step number is the whole
-cursor: a run that was killed goes on to the same weights, bit for bit on a CPU.
+cursor: a run that was killed goes on to the same weights, bit for bit on a CPU. Several processes (distributed.py)
+share each step's samples and take the steps that one would.
 """
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.data.captures import chosen_precision
 from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.models.checkpoint import DraftInfo
 from eyas.models.draft import Draft
-from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
+from eyas.models.target import DTYPES, Target, load_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
-from eyas.run import Manifest, hash_file, read_manifest
-from eyas.stage import Stage, begin
-from eyas.training.batches import Batches, order, pack
+from eyas.run import JSON, Manifest, hash_file, read_manifest
+from eyas.stage import Stage
+from eyas.training.batches import Batches, check_shares, order, pack, parts
+from eyas.training.distributed import Ranks, joined, stop_requested
 from eyas.training.heldout import HeldOut
 from eyas.training.initialise import count_tokens
 from eyas.training.inputs import check_captures
 from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
-from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
+from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics, metrics, note
 from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
-from eyas.training.start import open_samples, starting_draft, trainable
+from eyas.training.replicas import Replicas, whole_tensor
+from eyas.training.start import data_is_online, open_samples, opened, precision, recorded, starting_draft, trainable
 from eyas.training.teacher import Teacher
 from eyas.training.trainer_state import load_checkpoint, restore, save_step, step_folders
 
@@ -47,7 +47,6 @@ class Trainer:
 
     draft: Draft
     info: DraftInfo
-    optimiser: Optimiser
     teacher: Teacher
     batches: Batches
     plan: list[list[list[int]]]
@@ -55,50 +54,77 @@ class Trainer:
     lengths: list[int]
     settings: TrainSettings
     dtype: torch.dtype
+    ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     tokens: int = 0
     draft_of_V: Tensor = field(init=False)
     objective: Objective = field(init=False)
+    replicas: Replicas = field(init=False)
+    optimiser: Optimiser = field(init=False)
 
     def __post_init__(self) -> None:
+        settings = self.settings
         self.draft_of_V = draft_ids(self.draft.t2d)
-        self.objective = objective_of(self.settings)
+        self.objective = objective_of(settings)
+        self.replicas = Replicas(self.draft, self.compute, settings.ttt_length, self.ranks, settings.parallel)
+        self.optimiser = make_optimiser(self.draft, settings)  # of the parameters as they are held now: whole or shards
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""
-        settings, device = self.settings, self.draft.fc.weight.device
-        batches = [self.batches.load(indices, device) for indices in self.plan[self.step]]
-        weights = row_weights(batches, self.draft.t2d, settings)
+        settings, device = self.settings, self.ranks.device
+        mine = parts(self.plan[self.step], self.lengths, settings.batch_tokens, self.ranks.size)[self.ranks.place.rank]
+        batches = [self.batches.load(indices, device) for indices in mine if indices]
+        weights = row_weights(batches, self.draft.t2d, settings, self.ranks)
         rate = learning_rate(self.step, len(self.plan), settings)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        total, sums = 0.0, None
-        for batch in batches:
-            loss, added = self.loss(batch, weights)
-            if not math.isfinite(loss.item()):
-                raise self.not_finite("loss", loss.item(), [batch], weights)
-            loss.backward()
-            total += loss.item()
-            sums = added if sums is None else sums + added
-        assert sums is not None, "a step has a batch"
-        norm = torch.nn.utils.clip_grad_norm_(list(trained(self.draft).values()), settings.clip_norm)
-        if not math.isfinite(norm.item()):
-            raise self.not_finite("gradient norm", norm.item(), batches, weights)
+        losses, sums = [], Sums.none(settings.ttt_length)
+        for place in range(len(mine)):
+            batch = batches[place] if place < len(batches) else None
+            with self.replicas.sending(last=place == len(mine) - 1):
+                loss, added = self.loss(batch, weights)
+                loss.backward()
+            losses.append(loss.item())
+            sums += added
+        total, sums = self.summed(sum(losses), sums)
+        if not math.isfinite(total):
+            suspects = [batch for batch, loss in zip(batches, losses, strict=False) if not math.isfinite(loss)]
+            raise self.not_finite("loss", total, suspects, weights)
+        norm = self.clip()
+        if not math.isfinite(norm):
+            raise self.not_finite("gradient norm", norm, batches, weights)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
         tokens = sum(self.lengths[index] for indices in self.plan[self.step - 1] for index in indices)
         self.tokens += tokens
-        return metrics(self.step, self.tokens, total, sums, rate, norm.item())
+        return metrics(self.step, self.tokens, total, sums, rate, norm)
 
-    def loss(self, batch: Batch, weights: list[float]) -> tuple[Tensor, Sums]:
+    def loss(self, batch: Batch | None, weights: list[float]) -> tuple[Tensor, Sums]:
+        """Of one of this process's batches; of none where the others have one batch more."""
+        return self.replicas(batch, weights)
+
+    def compute(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
         return ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype, self.objective)
+
+    def summed(self, loss: float, sums: Sums) -> tuple[float, Sums]:
+        """Over all processes."""
+        here = [torch.full_like(sums.loss, loss), sums.loss, sums.hits, sums.kept, sums.rows]
+        summed = self.ranks.sum(torch.stack(here))
+        return summed[0, 0].item(), Sums(*summed[1:])
+
+    def clip(self) -> float:
+        """Clip the gradient; its norm before."""
+        parameters = list(trained(self.draft).values())
+        return whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)).item()
 
     def not_finite(self, what: str, value: float, batches: list[Batch], weights: list[float]) -> InputError:
         """Which samples it was: those whose states are not finite, else those that do it alone, else all of them."""
         names = [name for batch in batches for name in batch.samples]
-        bad = [name for batch in batches for name in batch.with_bad_states()]
-        named = bad or self.bad_alone(names, weights) or names
+        bad = self.everyones([name for batch in batches for name in batch.with_bad_states()])
+        with self.replicas.whole():
+            alone = [] if bad else self.bad_alone(names, weights)
+        named = bad or self.everyones(alone) or self.everyones(names)
         return InputError(
             wanted=f"a finite {what} at step {self.step + 1}",
             got=f"{value}; {'states that are not finite in' if bad else 'samples'}: {', '.join(named)}",
@@ -108,21 +134,19 @@ class Trainer:
             else "--set train.learning_rate lower; the last checkpoint is kept",
         )
 
+    def everyones(self, names: list[str]) -> list[str]:
+        return [name for some in self.ranks.gather(names) for name in some]
+
     def bad_alone(self, names: list[str], weights: list[float]) -> list[str]:
         """Of these samples of the step at work, those whose own loss or gradient is not finite."""
-        device = self.draft.fc.weight.device
-        indices = [index for indices in self.plan[self.step] for index in indices]
+        entries = self.batches.reader.samples
+        indices = [index for indices in self.plan[self.step] for index in indices if entries[index].id in names]
         found = []
         for index in indices:
-            batch = self.batches.load([index], device)
-            if batch.samples[0] not in names:
-                continue
-            self.optimiser.zero_grad()
-            loss, _ = self.loss(batch, weights)
-            loss.backward()
-            gradients = [p.grad for p in trained(self.draft).values() if p.grad is not None]
-            if not math.isfinite(loss.item()) or not all(bool(gradient.isfinite().all()) for gradient in gradients):
-                found.append(batch.samples[0])
+            loss, _ = self.loss(self.batches.load([index], self.ranks.device), weights)
+            gradients = torch.autograd.grad(loss, list(trained(self.draft).values()))
+            if not all(bool(value.isfinite().all()) for value in (loss, *gradients)):
+                found.append(entries[index].id)
         return found
 
 
@@ -139,58 +163,67 @@ def train(
     `data` is a captures folder, or a responses folder: then the target runs beside the trainer and makes the states
     that `capture` asks for. Raises InputError for data of another target, tokenizer or shape, an empty mask, an `out`
     made under other settings, a loss that is not finite (the samples are named, the last checkpoint is kept), a full
-    disk.
+    disk. Under torchrun every process calls it with the same arguments, and gets the manifest; RankLost where one of
+    them ends before the others.
     """
     settings, shape, named = settings or TrainSettings(), draft or DraftSettings(), target or TargetSettings()
+    with joined(settings) as ranks:
+        return train_among(ranks, data, out, settings, shape, named, capture or CaptureSettings())
+
+
+def train_among(
+    ranks: Ranks,
+    data: Path,
+    out: Path,
+    settings: TrainSettings,
+    shape: DraftSettings,
+    named: TargetSettings,
+    capture: CaptureSettings,
+) -> Manifest:
+    """`train`, by one of several processes: the first writes what they all compute."""
     manifest = read_manifest(data)
     online = data_is_online(manifest, settings, data)
     settings = settings.model_copy(update={"online": online})
-    capture = capture or CaptureSettings()
-    parts = {"train": settings, "draft": shape, "target": named} | ({"capture": capture} if online else {})
-    recorded = {part: model.model_dump(mode="json") for part, model in parts.items()}
-    stage = begin(out, "draft", recorded, {manifest.stage: data})
+    stage = opened(ranks, data, manifest.stage, out, recorded(settings, shape, named, capture if online else None))
     if stage.complete is not None:
         return stage.complete
-    loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
+    if ranks.leads and "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
+        online_precision = {"capture_precision": chosen_precision(capture)} if online else {}
+        stage.save(precision=precision(settings, ranks.device), **online_precision)
+    stage.decided = ranks.share(stage.decided)
+    loaded = load_target(named.name, trust_remote_code=named.trust_remote_code).to(ranks.device)
     samples = open_samples(data, manifest, loaded, named, capture, stage)
     check_captures(manifest, samples, loaded, where=data)
     chosen = samples.of_split("train")
     counts_V = count_tokens(samples, chosen, settings.loss_on, loaded.vocab_size)
-    if "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
-        stage.save(precision=precision(settings))
-    trainer = prepare(stage, loaded, samples, manifest, counts_V, settings, shape)
+    trainer = prepare(ranks, stage, loaded, samples, manifest, counts_V, settings, shape)
     step, measured = run(trainer, stage, held_out(trainer, samples))
+    made = finished(trainer, stage, loaded, step, counts_V, measured) if ranks.leads else manifest
+    return ranks.share(made)
+
+
+def finished(trainer: Trainer, stage: Stage, target: Target, step: Path, counts_V: Tensor, measured: JSON) -> Manifest:
+    """Declare the stage's folder complete: `step` is the draft that it hands on."""
+    out = stage.folder
     facts = {
         "draft": step.name,
-        "target": loaded.identity.model_dump(mode="json"),
-        "tokenizer_hash": loaded.tokenizer_hash,
-        "template_hash": loaded.template_hash,
+        "target": target.identity.model_dump(mode="json"),
+        "tokenizer_hash": target.tokenizer_hash,
+        "template_hash": target.template_hash,
         "vocabulary_coverage": round(coverage(counts_V, trainer.draft.t2d.cpu()), 6),
         "tokens": trainer.tokens,
         "steps": trainer.step,
         "precision": stage.decided["precision"],
+        "processes": trainer.ranks.size,
         **measured,
     }
-    paths = (*sorted(step.iterdir()), out / METRICS, out / EVENTS)
+    paths = (*sorted(path for path in step.rglob("*") if path.is_file()), out / METRICS, out / EVENTS)
     files = {str(path.relative_to(out)): hash_file(path) for path in paths}
     return stage.finish(files=files, facts=facts)
 
 
-def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> bool:
-    """Whether `data` are responses, whose states the target must make. Raises InputError for any other stage's folder,
-    and for captures under `train.online`."""
-    wanted = ("responses",) if settings.online else ("captures", "responses")
-    if manifest.stage not in wanted:
-        raise InputError(
-            wanted=f"a {' or '.join(wanted)} folder",
-            got=f"a {manifest.stage} folder",
-            where=str(data),
-            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (train.online=false)",
-        )
-    return manifest.stage == "responses"
-
-
 def prepare(
+    ranks: Ranks,
     stage: Stage,
     target: Target,
     samples: Samples,
@@ -201,25 +234,29 @@ def prepare(
 ) -> Trainer:
     """A trainer at the newest checkpoint of the stage's folder, or at its start."""
     out = stage.folder
-    folder = next(reversed(step_folders(out)), None)
+    folder = ranks.share(next(reversed(step_folders(out)), None))
     if folder is not None:
         draft, info = load_checkpoint(folder, target.embedding)
     else:
         draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
     trainable(draft)
     teacher = Teacher(target, target_ids(draft.d2t), samples.last_hidden_norm)
-    batches = Batches(
-        samples, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=out / "argmax.int32"
-    )
+    if ranks.place.local_rank:
+        ranks.wait()  # the first process of this machine makes the file that all of it share
+    argmax_file = out / ("argmax.int32" if ranks.place.machine == 0 else f"argmax-{ranks.place.machine}.int32")
+    batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=argmax_file)
+    if not ranks.place.local_rank:
+        ranks.wait()
     lengths = [sample.length for sample in samples.samples]
     train_split = samples.of_split("train")
     trained_on = [train_split[index] for index in order(len(train_split), settings.epochs, settings.seed)]
     packed = pack(trained_on, lengths, settings.batch_tokens)
     plan = [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
+    check_shares(plan, settings, ranks)
     dtype = DTYPES[stage.decided["precision"]]
-    trainer = Trainer(draft, info, make_optimiser(draft, settings), teacher, batches, plan, lengths, settings, dtype)
+    trainer = Trainer(draft, info, teacher, batches, plan, lengths, settings, dtype, ranks)
     if folder is not None:
-        trainer.step, trainer.tokens = restore(folder, draft, trainer.optimiser)
+        trainer.step, trainer.tokens = restore(folder, draft, trainer.optimiser, ranks)
         say(f"train: resuming at step {trainer.step} of {len(plan)}")
     return trainer
 
@@ -229,7 +266,7 @@ def held_out(trainer: Trainer, samples: Samples) -> HeldOut | None:
     settings = trainer.settings
     if settings.evaluate_every == 0:
         return None
-    found = HeldOut(samples, trainer.teacher, settings.ttt_length, settings.evaluate_samples)
+    found = HeldOut(samples, trainer.teacher, settings.ttt_length, settings.evaluate_samples, trainer.ranks)
     if not found.chosen:
         say("train: no held-out sample, so accept length is not measured and the last step is the draft")
         return None
@@ -241,29 +278,32 @@ def run(trainer: Trainer, stage: Stage, heldout: HeldOut | None) -> tuple[Path, 
 
     That draft is the step whose held-out accept length is highest, where it is measured, else the last.
     """
-    out, steps, settings = stage.folder, len(trainer.plan), trainer.settings
-    lines = Metrics(out, trainer.step)
+    out, steps, settings, ranks = stage.folder, len(trainer.plan), trainer.settings, trainer.ranks
+    lines = Metrics(out, trainer.step, writes=ranks.leads)
     total = sum(trainer.lengths[index] for step in trainer.plan for indices in step for index in indices)
 
     def save() -> None:
-        stage.save()  # the seconds so far
+        if ranks.leads:
+            stage.save()  # the seconds so far
         best = lines.best
         keep = None if best is None else best["step"]
-        save_step(out, trainer.draft, trainer.info, trainer.optimiser, trainer.step, trainer.tokens, keep)
+        save_step(out, trainer.draft, trainer.info, trainer.optimiser, trainer.step, trainer.tokens, keep, ranks)
 
-    with Progress("train", total, "tokens", done=trainer.tokens) as bar, stop_requested() as stop:
+    with Progress("train", total, "tokens", done=trainer.tokens) as bar, stop_requested(ranks) as stop:
         while trainer.step < steps and not lines.overtrained(settings.patience):
             before = trainer.tokens
             line = trainer.advance()
             if heldout and (trainer.step % settings.evaluate_every == 0 or trainer.step == steps):
-                line |= heldout.measure(trainer.draft)
+                with trainer.replicas.whole():
+                    line |= heldout.measure(trainer.draft)
             bar.advance(trainer.tokens - before, note=note(line))
             lines.append({**line, "tokens_per_s": round(bar.rate, 1), "time": round(time.time(), 3)})
-            if stop.is_set() or trainer.step % settings.save_every == 0 or lines.best is lines.lines[-1]:
+            stopping = ranks.any(stop.is_set())
+            if stopping or trainer.step % settings.save_every == 0 or lines.best is lines.lines[-1]:
                 save()
-            if stop.is_set() and trainer.step < steps:
+            if stopping and trainer.step < steps:
                 raise KeyboardInterrupt(f"stopped at step {trainer.step}; the same command resumes there")
-    if not (out / f"step-{trainer.step}").is_dir():
+    if ranks.share(not (out / f"step-{trainer.step}").is_dir()):
         save()
     return chosen(out, lines, trainer.step, steps)
 
@@ -279,58 +319,14 @@ def chosen(out: Path, lines: Metrics, step: int, steps: int) -> tuple[Path, dict
     return out / f"step-{best['step']}", {"stopped_early": step < steps, HELD_OUT: best[HELD_OUT]}
 
 
-def row_weights(batches: list[Batch], t2d: Tensor, settings: TrainSettings) -> list[float]:
+def row_weights(batches: list[Batch], t2d: Tensor, settings: TrainSettings, ranks: Ranks | None = None) -> list[float]:
     """What one row of each TTT step weighs: its step's weight over the rows of the whole optimiser step, counted over
-    all its batches before anything is divided: the rows in the loss at that step (`supervised`), or all (`all`)."""
-    kept = torch.stack(
-        [torch.stack([rows.sum() for rows in in_vocabulary(b.rows, b.argmax_T, t2d)]) for b in batches]
-    ).sum(0)
-    total = sum(batch.ids_T.numel() for batch in batches)
-    by = [total if settings.denominator == "all" else max(1, count) for count in kept.tolist()]
+    all its batches and processes before anything is divided: the rows in the loss at that step (`supervised`), or all
+    (`all`)."""
+    counts = torch.zeros(settings.ttt_length + 1, dtype=torch.int64)
+    for batch in batches:
+        kept = [rows.sum() for rows in in_vocabulary(batch.rows, batch.argmax_T, t2d)]
+        counts += torch.stack([*kept, torch.tensor(batch.ids_T.numel(), device=kept[0].device)]).cpu()
+    *kept_rows, total = (ranks or Ranks()).sum(counts).tolist()
+    by = [total if settings.denominator == "all" else max(1, count) for count in kept_rows]
     return [weight / count for weight, count in zip(settings.weights(len(by)), by, strict=True)]
-
-
-def precision(settings: TrainSettings) -> str:
-    """The dtype of the matrix products; weights, sums and the optimiser are float32 always."""
-    wanted = settings.precision
-    return wanted if wanted != "auto" else next(name for name, dtype in DTYPES.items() if dtype == fastest_dtype(256))
-
-
-def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: float) -> dict[str, Any]:
-    return {
-        "step": step,
-        "tokens": tokens,
-        "loss": round(loss, 5),
-        "loss_per_step": [round(value, 5) for value in sums.mean_loss()],
-        "accuracy": [round(value, 5) for value in sums.accuracy()],
-        "rows": [int(value) for value in sums.rows],
-        "learning_rate": rate,
-        "gradient_norm": round(norm, 4),
-    }
-
-
-def note(line: dict[str, Any]) -> str:
-    accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
-    held = f", held-out accept length {line[HELD_OUT]:.3f}" if HELD_OUT in line else ""
-    return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}{held}"
-
-
-@contextmanager
-def stop_requested() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that the step in work is finished and saved; the second interrupts."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-        say("train: finishing this step and saving it")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sums:
-    """Per-step sums over a batch, [S] float64: they add up over batches (and, later, ranks)."""
+    """Per-step sums over a batch, [S] float64: they add up over batches and processes."""
 
     loss: Tensor
     """The objective summed over the rows in the loss, unweighted."""
@@ -62,6 +62,11 @@ class Sums:
     """Rows in the loss: supervised, and the teacher's argmax in the draft vocabulary."""
     rows: Tensor
     """Supervised rows."""
+
+    @classmethod
+    def none(cls, steps: int) -> "Sums":
+        """Those of no row."""
+        return cls(*torch.zeros(4, steps, dtype=torch.float64))
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(self.loss + other.loss, self.hits + other.hits, self.kept + other.kept, self.rows + other.rows)

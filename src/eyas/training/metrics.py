@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas.formats.events import first_record, scalars_record
 from eyas.run import disk_error, write_atomic
+from eyas.training.loss import Sums
 
 METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.eyas"
 HELD_OUT = "heldout_accept_length"
@@ -17,13 +18,14 @@ Line = dict[str, Any]
 
 
 class Metrics:
-    """The lines of the run in `folder`, up to `step`, and those that follow."""
+    """The lines of the run in `folder`, up to `step`, and those that follow. Only who `writes` touches the files."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self.path, self.events = folder / METRICS, folder / EVENTS
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, step: int, writes: bool = True) -> None:
+        self.path, self.events, self.writes = folder / METRICS, folder / EVENTS, writes
         text = self.path.read_text().splitlines(keepends=True)[:step] if self.path.is_file() else []
         self.lines: list[Line] = [json.loads(line) for line in text]
+        if not writes:
+            return
         write_atomic(self.path, "".join(text))
         begun = self.lines[0].get("time", 0.0) if self.lines else 0.0
         write_atomic(self.events, first_record(begun) + b"".join(map(scalars_record, self.lines)))
@@ -31,6 +33,8 @@ class Metrics:
     def append(self, line: Line) -> None:
         """Raises InputError on a full disk."""
         self.lines.append(line)
+        if not self.writes:
+            return
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -67,3 +71,22 @@ class Metrics:
     def _loss(self, after: int, to: int) -> float:
         losses = [line["loss"] for line in self.lines if after < line["step"] <= to]
         return sum(losses) / len(losses)
+
+
+def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "tokens": tokens,
+        "loss": round(loss, 5),
+        "loss_per_step": [round(value, 5) for value in sums.mean_loss()],
+        "accuracy": [round(value, 5) for value in sums.accuracy()],
+        "rows": [int(value) for value in sums.rows],
+        "learning_rate": rate,
+        "gradient_norm": round(norm, 4),
+    }
+
+
+def note(line: dict[str, Any]) -> str:
+    accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
+    held = f", held-out accept length {line[HELD_OUT]:.3f}" if HELD_OUT in line else ""
+    return f"step {line['step']}, loss {line['loss']:.3f}, accuracy {accuracy}{held}"

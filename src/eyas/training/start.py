@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyas.data.captures import chosen_precision
 from eyas.data.online import TargetSamples
 from eyas.data.shards import CaptureReader, Samples
 from eyas.errors import InputError
@@ -16,13 +15,14 @@ from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import DraftInfo, has_info, load_draft, make_info, read_info
 from eyas.models.draft import Draft
 from eyas.models.foreign import NamedTarget
-from eyas.models.target import DTYPES, Target, load_target
+from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import build_vocab, coverage
 from eyas.progress import say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
-from eyas.run import Manifest, check_same
+from eyas.run import JSON, Manifest, check_same, manifest_hash
 from eyas.shipped import draft_folder
-from eyas.stage import Stage
+from eyas.stage import PROGRESS, Stage, begin, flat
+from eyas.training.distributed import Ranks
 from eyas.training.initialise import draft_config, new_draft, special_ids
 from eyas.training.inputs import check_draft
 
@@ -32,20 +32,75 @@ SHAPE = set(DraftSettings.model_fields) & set(DraftConfig.model_fields)
 """Settings of a new draft that another's config answers under the same name."""
 
 
+def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> bool:
+    """Whether `data` are responses, whose states the target must make. Raises InputError for any other stage's folder,
+    and for captures under `train.online`."""
+    wanted = ("responses",) if settings.online else ("captures", "responses")
+    if manifest.stage not in wanted:
+        raise InputError(
+            wanted=f"a {' or '.join(wanted)} folder",
+            got=f"a {manifest.stage} folder",
+            where=str(data),
+            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (train.online=false)",
+        )
+    return manifest.stage == "responses"
+
+
+NOT_COMPARED = {"parallel", "device", "rank_timeout_s"}
+"""Settings that change where and by how many a step is computed, not which: a resume may have others."""
+
+
+def recorded(
+    settings: TrainSettings, shape: DraftSettings, named: TargetSettings, capture: CaptureSettings | None
+) -> JSON:
+    """The settings that a resume must share, by section."""
+    sections = {"train": settings.model_dump(mode="json", exclude=NOT_COMPARED)}
+    rest = {"draft": shape, "target": named} | ({"capture": capture} if capture else {})
+    return sections | {name: section.model_dump(mode="json") for name, section in rest.items()}
+
+
+def opened(ranks: Ranks, data: Path, kind: str, out: Path, settings: JSON) -> Stage:
+    """The stage's folder as the first process begins it, and as the others follow it: without its lock.
+
+    Raises InputError where they were started with different settings or data, or do not see one folder.
+    """
+    ranks.check_same({**flat(settings), f"the {kind}": manifest_hash(data), "torch": torch.__version__}, data)
+    if ranks.leads:
+        stage = begin(out, "draft", settings, {kind: data})
+        ranks.share((stage.complete, stage.decided))
+        return stage
+    complete, decided = ranks.share((None, {}))
+    if complete is None and not (out / PROGRESS).is_file():
+        raise InputError(
+            wanted="an --out that every process sees: the first one writes the checkpoints that all resume from",
+            got=f"no {PROGRESS} in it here",
+            where=str(out.absolute()),
+            next="give an --out on a disk that all machines share",
+        )
+    return Stage(out, "draft", settings, {kind: data}, complete, decided)
+
+
+def precision(settings: TrainSettings, device: torch.device) -> str:
+    """The dtype of the matrix products; weights, sums and the optimiser are float32 always."""
+    wanted = settings.precision
+    if wanted == "auto" and device.type == "cuda":
+        return "bfloat16"
+    return wanted if wanted != "auto" else next(name for name, dtype in DTYPES.items() if dtype == fastest_dtype(256))
+
+
 def open_samples(
     data: Path, manifest: Manifest, target: Target, named: TargetSettings, capture: CaptureSettings, stage: Stage
 ) -> Samples:
     """The samples of a captures folder; of a responses folder with their states made by the target, as `capture` says.
 
-    What `auto` measured at the first start holds for every resumption.
+    What `auto` measured at the first start (`stage.decided`) holds for every resumption.
     """
     if manifest.stage == "captures":
         return CaptureReader(data)
-    if "capture_precision" not in stage.decided:
-        stage.save(capture_precision=chosen_precision(capture))
     dtype = DTYPES[stage.decided["capture_precision"]]
     same = dtype == target.dtype
     runner = target if same else load_target(named.name, dtype=dtype, trust_remote_code=named.trust_remote_code)
+    runner.to(target.embedding.device)
     return TargetSamples(data, manifest, runner, capture)
 
 
