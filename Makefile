@@ -4,6 +4,7 @@
 # make lint       style, types, import contracts
 # make test-lossless   every precision and way of drafting, token for token, on the default target (in parts: its docstring)
 # make test-server   the embedded server's OpenAPI description, by schemathesis (two minutes)
+# make test-distributed   training by 2 and 4 processes: all of its tests (three minutes)
 # make test-peers   our draft against speculators' and specforge's own, in .venv-peers (five minutes, 1.7 GB)
 # make test-engines   drafts inside a stock vLLM on CPU and servers under Eyas, in .venv-vllm (15 minutes, 3.5 GB)
 # make shipped   the draft that comes with Eyas, made anew: hours of two cores; resumes (docs/shipped.md)
@@ -24,7 +25,7 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless test-server setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table
+.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -55,6 +56,9 @@ test-lossless: $(READY)
 
 test-server: $(READY)
 	$(BIN)/python -m pytest -m server tests/test_server_schema.py
+
+test-distributed: $(READY)
+	$(BIN)/python -m pytest -m "distributed or not distributed" tests/test_distributed.py
 
 setup-peers: $(PEERS_READY)
 

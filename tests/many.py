@@ -1,20 +1,21 @@
-"""Several processes that train one draft, started as torchrun starts them, without paying for their imports each time."""
+"""Several processes that train one draft, started as torchrun starts them, but their imports paid for once."""
 
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from eyas.cli import main
 from eyas.training.loop import Trainer
+from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import trained
 from eyas.training.replicas import whole_tensor
 
@@ -32,24 +33,19 @@ class Ended:
     err: str
 
 
-def started(folder: Path, size: int, work: Callable[..., None], *args: Any, **environment: str) -> list[BaseProcess]:
-    """`size` processes at `work(*args)`, their output in `folder`."""
+def together(folder: Path, size: int, work: Callable[..., None], *args: Any, seconds: float = 60) -> list[Ended]:
+    """How `size` processes at `work(*args)` end, their output in `folder`; one that does not end is killed, and seen by
+    its code. This process keeps their store, as torchrun does."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     processes: list[BaseProcess] = []
     for rank in range(size):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = SERVER.Process(target=_child, args=(folder, rank, told | place | environment, work, args))
+        process = SERVER.Process(target=_child, args=(folder, rank, told | place, work, args))
         process.start()
         processes.append(process)
-    return processes
-
-
-def ended(folder: Path, processes: list[BaseProcess], seconds: float = 60) -> list[Ended]:
-    """All of them, waited for; one that does not end is killed, and seen by its code."""
     for process in processes:
         process.join(seconds)
         if process.exitcode is None:
@@ -59,10 +55,6 @@ def ended(folder: Path, processes: list[BaseProcess], seconds: float = 60) -> li
         Ended(process.exitcode or 0, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text())
         for rank, process in enumerate(processes)
     ]
-
-
-def together(folder: Path, size: int, work: Callable[..., None], *args: Any, **environment: str) -> list[Ended]:
-    return ended(folder, started(folder, size, work, *args, **environment))
 
 
 def _child(folder: Path, rank: int, environment: dict[str, str], work: Callable[..., None], args: Any) -> None:
@@ -78,6 +70,34 @@ def _child(folder: Path, rank: int, environment: dict[str, str], work: Callable[
 
 
 def command(argv: list[str]) -> None:
+    main(argv)
+
+
+def main_alone(argv: list[str]) -> None:
+    """The command by this process."""
+    try:
+        main(argv)
+    except SystemExit as end:
+        assert not end.code, end.code
+
+
+def command_of_ones_own(argv: list[str]) -> None:
+    """The second process was started with another learning rate."""
+    main([*argv, "--learning-rate=0.5"] if os.environ["RANK"] == "1" else argv)
+
+
+def command_that_overflows(argv: list[str], sample: str) -> None:
+    """From the fifth step on the loss of `sample` has a gradient without end."""
+    compute = Trainer.compute
+
+    def overflowing(trainer: Trainer, batch: Batch, weights: Sequence[float]) -> tuple[torch.Tensor, Sums]:
+        loss, sums = compute(trainer, batch, weights)
+        if sample in batch.samples and trainer.step >= 4:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+            return loss * 1.0, sums
+        return loss, sums
+
+    Trainer.compute = overflowing
     main(argv)
 
 

@@ -18,6 +18,10 @@ def mute() -> None:
     console.quiet = True
 
 
+def muted() -> bool:
+    return console.quiet
+
+
 def say(text: str) -> None:
     """One line for the person watching, on stderr."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

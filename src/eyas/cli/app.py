@@ -12,6 +12,7 @@ from rich.console import Console
 from eyas import __version__
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.show import show
+from eyas.progress import muted
 from eyas.recipe import TargetSettings, parts_of
 from eyas.run import Manifest
 from eyas.shipped import draft_folder
@@ -59,8 +60,10 @@ FLAGS, TARGET = Common(), TargetFlags()
 
 
 def finish(common: Common, plan: Plan, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Print the plan, or do the work and print its result."""
+    """Print the plan, or do the work and print its result (unless another process prints the same)."""
     result = plan.as_dict if common.plan else work()
+    if muted():
+        return result
     if common.json:
         print(json.dumps(result))
     else:

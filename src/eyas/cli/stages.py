@@ -1,6 +1,7 @@
 """The stages, from prompts to the measurement, and all of them in one. What needs torch is imported when its command
 runs, so that the program starts in a fraction of a second and works in the torch-free core install."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,8 @@ from eyas.cli.app import (
 from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
 from eyas.pipeline.plan import Plan
-from eyas.progress import say
+from eyas.progress import mute, say
+from eyas.ranks import place_of, refuse_several
 from eyas.recipe import (
     BenchSettings,
     CaptureSettings,
@@ -98,7 +100,12 @@ def train(
     settings: Annotated[TrainSettings, Flat] = TrainSettings(),
     common: Common = FLAGS,
 ) -> None:
-    """Train a draft on captures, or on responses with the target run beside it. Resumes to the same weights."""
+    """Train a draft on captures, or on responses with the target run beside it. Resumes to the same weights.
+
+    Several processes: torchrun --nproc-per-node N -m eyas.cli train ... with the same flags.
+    """
+    if not place_of(os.environ).leads:
+        mute()
     data = captures or responses
     if data is None or (captures and responses):
         raise InputError(
@@ -199,6 +206,7 @@ def run(
     common: Common = FLAGS,
 ) -> int:
     """Every stage of a recipe in order, skipping what is done."""
+    refuse_several(os.environ, "run")
     loaded = load_recipe(recipe, tuple(set_ or ()))
     folder = out or Path("runs") / loaded.name
 

@@ -31,7 +31,8 @@ from eyas.run import check_same
 
 Value = TypeVar("Value")
 FAILED = "eyas/failed"
-"""Where in the store the first to fail leaves word."""
+"""Where in the store the first to fail leaves word. torchrun keeps the store; else the first process does, and who
+comes after its end says the same again."""
 LOST = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)
 """What torch's collectives say, as plain RuntimeErrors, of a peer that is gone."""
 NEXT = "the same command resumes at the last checkpoint, also with another number of processes"
@@ -95,7 +96,7 @@ class Ranks:
             for name in sorted(facts):
                 advice = "start all with one command, of one version and the same files"
                 check_same(
-                    f"{name} of every process", everyone[0][name], theirs[name], Path(f"{where}, {rank=}"), advice
+                    f"{name} of every process", everyone[0][name], theirs[name], Path(f"{where} (rank {rank})"), advice
                 )
 
     def fails(self, error: Exception) -> dict[str, Any]:
