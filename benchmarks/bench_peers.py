@@ -18,21 +18,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peers.answers import Answers, Way
-from peers.convert import ConvertError, convert, models
+from peers.crew import Bench, Crew, refusal
 from peers.engines import ENGINES, PLAIN, Engine, Shape
 from peers.figures import miswired, same_texts, table
-from peers.process import Worker, WorkerError
 
 from eyas.errors import InputError
 from eyas.export.folder import export_draft
-from eyas.formats.draft_config import DraftConfig
-from eyas.measure.prompts import BenchPrompt, bench_prompts
+from eyas.measure.prompts import bench_prompts
 from eyas.models.checkpoint import chosen_step, read_info
 from eyas.models.target import DEFAULT_TARGET, load_target, resolve_target
 from eyas.progress import Progress, say
@@ -44,104 +41,6 @@ JSON = dict[str, Any]
 OUT = Path("bench/out")
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 SCAN_PROMPTS, SCAN_TOKENS = 3, 64
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What is run, and where it lies."""
-
-    target: Path
-    draft: Path
-    config: DraftConfig
-    prompts: list[BenchPrompt]
-    stop_ids: list[int]
-    tokens: int
-    threads: int
-    chain: Shape
-    scan: list[Shape]
-    work: Path
-    answers: Answers
-
-    @property
-    def room(self) -> int:
-        """Longest text, prompt and all, with a round to spare."""
-        return -(-(max(len(prompt.ids) for prompt in self.prompts) + self.tokens + 64) // 64) * 64
-
-    @property
-    def ids(self) -> list[str]:
-        return [prompt.id for prompt in self.prompts]
-
-    @property
-    def export(self) -> Path:
-        return self.work / "export"
-
-
-@dataclass
-class Crew:
-    """The workers of one precision, and why ways have none."""
-
-    bench: Bench
-    precision: str
-    workers: dict[Way, Worker] = field(default_factory=dict)
-    voids: dict[Way, str] = field(default_factory=dict)
-    facts: dict[Way, JSON] = field(default_factory=dict)
-
-    def start(self, way: Way) -> None:
-        """Convert, start and warm up; a reason in `voids` where that fails."""
-        engine, name = ENGINES[way.engine], f"{way.engine}-{way.precision}-{way.shape}"
-        reason = refusal(engine, way.shape, self.bench.config)
-        if reason:
-            self.voids[way] = reason
-            return
-        try:
-            command = self.command(engine, way)
-            say(f"peers: starting {way}")
-            log = self.bench.work / "logs" / f"{name}.log"
-            self.workers[way] = Worker(command, engine.variables(self.bench.threads), log)
-        except (ConvertError, WorkerError) as error:
-            self.voids[way] = str(error)
-            say(f"peers: {way} is void: {error}")
-            return
-        self.facts[way] = self.workers[way].facts
-
-    def command(self, engine: Engine, way: Way, *, plan: bool = False) -> list[str | Path]:
-        """The worker's command line, once what it loads is made."""
-        made = models(engine, way.precision, self.bench.target, self.bench.export, self.bench.work)
-        if not plan:
-            convert(made, self.bench.work / "logs" / f"{engine.name}-convert.log")
-        shape = way.shape
-        job = {
-            "target": str(made.target),
-            "draft": str(made.draft) if shape.num_steps else None,
-            "precision": way.precision,
-            "shape": {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens},
-            "threads": self.bench.threads,
-            "room": self.bench.room,
-            "stop_ids": self.bench.stop_ids,
-        }
-        return [engine.python, engine.script, json.dumps(job)]
-
-    def ask(self, way: Way, prompt: BenchPrompt, tokens: int, *, scan: bool = False) -> None:
-        """One answer kept; a worker that fails is void from here on."""
-        try:
-            answer = self.workers[way].ask(prompt.ids, tokens)
-        except WorkerError as error:
-            self.voids[way] = str(error)
-            say(f"peers: {way} is void: {error}")
-            self.stop([way])
-            return
-        self.bench.answers.add(way, prompt.id, answer, scan=scan)
-
-    def stop(self, ways: Iterable[Way]) -> None:
-        for way in list(ways):
-            self.workers.pop(way).stop()
-
-
-def refusal(engine: Engine, shape: Shape, config: DraftConfig) -> str | None:
-    """Why a way cannot be run, known before anything is started."""
-    if shape.num_steps and (reason := engine.cannot(config)):
-        return reason
-    return engine.missing()
 
 
 def scan(crew: Crew, engine: Engine) -> Shape:
@@ -164,6 +63,21 @@ def scan(crew: Crew, engine: Engine) -> Shape:
             seconds = sum(answer["seconds_decode"] for answer in found.values())
             rates[shape] = sum(len(answer["ids"]) - 1 for answer in found.values()) / seconds if seconds else 0.0
     return max(rates, key=lambda shape: rates[shape]) if rates else bench.chain
+
+
+def start_all(bench: Bench, precisions: Sequence[str], engines: Sequence[Engine]) -> JSON:
+    """Convert and start every way once, alone: what is compiled or converted is there when it counts."""
+    found = {}
+    for precision in precisions:
+        crew = Crew(bench, precision)
+        for engine in engines:
+            for shape in dict.fromkeys((PLAIN, bench.chain, *bench.scan)):
+                way = Way(engine.name, precision, shape)
+                if shape.topk == 1 or engine.trees:
+                    crew.start(way)
+                    found[str(way)] = crew.voids.get(way, "started")
+                    crew.stop(list(crew.workers))
+    return found
 
 
 def run(bench: Bench, precision: str, engines: Sequence[Engine]) -> tuple[Crew, dict[str, Shape]]:
@@ -231,6 +145,7 @@ def conditions(bench: Bench) -> JSON:
         "max_new_tokens": bench.tokens,
         "num_steps": bench.chain.num_steps,
         "threads": bench.threads,
+        "vllm_compiled": not bench.eager,
         "commit": commit.stdout.strip() or None,
         "machine": machine(),
         "versions": versions(),
@@ -253,7 +168,7 @@ def plan(bench: Bench, engines: Sequence[Engine], precisions: Sequence[str]) -> 
         for engine in engines:
             for shape in (PLAIN, bench.chain):
                 way = Way(engine.name, precision, shape)
-                made = models(engine, precision, bench.target, bench.export, bench.work)
+                made = bench.models(engine, precision)
                 starts.append(
                     {
                         "way": str(way),
@@ -290,6 +205,7 @@ def prepare(options: argparse.Namespace) -> Bench:
         "target": target.identity.weights_hash,
         "tokens": options.tokens,
         "threads": options.threads,
+        "eager": options.eager,
     }
     name = hash_json(settings)[:12]
     return Bench(
@@ -300,6 +216,7 @@ def prepare(options: argparse.Namespace) -> Bench:
         stop_ids=sorted(target.stop_ids),
         tokens=options.tokens,
         threads=options.threads,
+        eager=options.eager,
         chain=Shape(options.num_steps),
         scan=[Shape.parse(text) for text in options.scan if text != str(options.num_steps)],
         work=(OUT / "peers" / name).absolute(),
@@ -327,6 +244,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--precisions", nargs="+", default=list(SHORT), choices=list(SHORT))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--eager", action="store_true", help="vLLM uncompiled: a tenth slower, starts in seconds")
+    parser.add_argument("--prepare", action="store_true", help="convert, and start each way once; measure nothing")
     parser.add_argument("--plan", action="store_true", help="say what would be read, run and written; start nothing")
     parser.add_argument("--json", action="store_true", help="the report on stdout")
     return parser.parse_args(arguments)
@@ -344,6 +263,9 @@ def main() -> None:
     except InputError as error:
         print(json.dumps({"error": error.as_dict()}) if options.json else error, file=sys.stdout)
         sys.exit(2)
+    if options.prepare:
+        print(json.dumps(start_all(bench, options.precisions, engines), indent=1))
+        return
     done = {}
     found: JSON = {}
     for precision in options.precisions:

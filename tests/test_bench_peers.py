@@ -13,9 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_peers
-from bench_peers import Bench
-from peers import convert, figures
+from peers import convert, figures, openvino_export
 from peers.answers import Answers, Way
+from peers.crew import Bench
 from peers.engines import ENGINES, PLAIN, Engine, Shape
 from peers.process import Worker, WorkerError
 
@@ -91,6 +91,7 @@ def bench(tmp_path: Path) -> Bench:
         stop_ids=[2],
         tokens=16,
         threads=1,
+        eager=True,
         chain=Shape(5),
         scan=[],
         work=tmp_path / "work",
@@ -100,7 +101,7 @@ def bench(tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    yield lambda engines: monkeypatch.setattr(bench_peers, "ENGINES", {engine.name: engine for engine in engines})
+    yield lambda engines: [monkeypatch.setitem(ENGINES, engine.name, engine) for engine in engines]
 
 
 def turns(folder: Path) -> list[str]:
@@ -122,7 +123,7 @@ def test_engines_take_turns_prompt_by_prompt_and_who_goes_first_rotates(bench: B
 
 def test_rows_are_those_of_the_contract(bench: Bench, use, tmp_path: Path) -> None:
     engines = [fake(tmp_path, "eyas", seconds=0.5), fake(tmp_path, "peer"), replace(fake(tmp_path, "hf"), void="none")]
-    use([*engines])
+    use(engines)
     found = bench_peers.report(bench, engines, {"float32": bench_peers.run(bench, "float32", engines)})
     assert list(found) == ["plain_fp32", "eagle3_fp32", "eagle3_fp32_best"]
     ours, theirs = found["eagle3_fp32"]["eyas"], found["eagle3_fp32"]["peer"]
@@ -278,15 +279,28 @@ def test_conversions_are_made_once_and_a_failure_says_its_last_line(tmp_path: Pa
     writes = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('made')"
     step = convert.Step(tmp_path / "a" / "out", [sys.executable, "-c", writes, convert.OUT])
     made = convert.Models(tmp_path, tmp_path, (step,))
-    convert.convert(made, tmp_path / "log")
+    convert.convert(made, tmp_path / "logs" / "log")
     assert step.out.read_text() == "made"
     step.out.write_text("kept")
-    convert.convert(made, tmp_path / "log")
+    convert.convert(made, tmp_path / "logs" / "log")
     assert step.out.read_text() == "kept"
     bad = convert.Step(tmp_path / "b", [sys.executable, "-c", "raise SystemExit('no such layer')", convert.OUT])
     with pytest.raises(convert.ConvertError, match="ended with 1: no such layer"):
         convert.convert(convert.Models(tmp_path, tmp_path, (bad,)), tmp_path / "log")
     assert not bad.out.exists()
+
+
+def test_openvino_is_told_the_layers_whose_outputs_the_taps_are(tmp_path: Path) -> None:
+    made = convert.models(ENGINES["openvino"], "float32", tmp_path, tmp_path / "export", (2, 15, 27), tmp_path)
+    command = [str(part) for part in made.steps[1].command]
+    assert command[2:4] == ["1,14,26", convert.OUT]
+    xml = tmp_path / "openvino_model.xml"
+    xml.write_text('<rt_info><eagle3_mode value="True" /></rt_info>')
+    openvino_export.tell(xml, "1 14 26")
+    assert xml.read_text() == '<rt_info><eagle3_mode value="True" /><hidden_layers_list value="1 14 26" /></rt_info>'
+    xml.write_text("<rt_info></rt_info>")
+    with pytest.raises(ValueError, match="not marked as an EAGLE-3 draft"):
+        openvino_export.tell(xml, "1 14 26")
 
 
 def test_ways_are_told_apart_on_disk(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.engines import OFFLINE, Engine, dropped
+from peers.engines import HERE, OFFLINE, Engine, dropped
 
 GGUF = {"float32": "f32", "bfloat16": "bf16"}
 LONGEST_S = 900
@@ -37,21 +37,23 @@ class Models:
 OUT = "OUT"
 
 
-def models(engine: Engine, precision: str, target: Path, export: Path, work: Path) -> Models:
+def models(engine: Engine, precision: str, target: Path, export: Path, boundaries: Sequence[int], work: Path) -> Models:
     """Of `engine`, from the target's Hugging Face folder and the draft's export. Makes nothing."""
     if engine.name == "openvino":
-        return _openvino(engine, target, export, work)
+        return _openvino(engine, target, export, boundaries, work)
     if engine.name == "llamacpp":
         return _llamacpp(engine, GGUF[precision], target, export, work)
     return Models(target, export)
 
 
-def _openvino(engine: Engine, target: Path, export: Path, work: Path) -> Models:
+def _openvino(engine: Engine, target: Path, export: Path, boundaries: Sequence[int], work: Path) -> Models:
     """One IR for both precisions: the runtime converts the weights as its precision hint says."""
     made = Models(work / "openvino-target", work / "openvino-draft")
     tool = [engine.python.with_name("optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
     tool += ["--weight-format", "fp32"]
-    draft = [*tool, "-m", export, "--trust-remote-code", "--disable-convert-tokenizer", OUT]
+    ids = ",".join(str(boundary - 1) for boundary in boundaries)
+    draft = [engine.python, HERE / "openvino_export.py", ids, OUT, *tool, "-m", export]
+    draft += ["--trust-remote-code", "--disable-convert-tokenizer"]
     return Models(made.target, made.draft, (Step(made.target, [*tool, "-m", target, OUT]), Step(made.draft, draft)))
 
 
@@ -74,7 +76,8 @@ def convert(wanted: Models, log: Path) -> None:
     for step in wanted.steps:
         if step.out.exists():
             continue
-        step.out.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (step.out.parent, log.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         partial = step.out.with_name(f"partial-{step.out.name}")
         if partial.is_dir():
             shutil.rmtree(partial)

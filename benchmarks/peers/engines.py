@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,30 +88,30 @@ class Engine:
         words = ", ".join(options) or f"block {config.block}, {len(config.boundaries)} taps"
         return f"it reads plain EAGLE-3 drafts only, and this one has {words}"
 
-    def variables(self, threads: int) -> dict[str, str]:
-        """The environment its worker runs in."""
+    def variables(self, threads: int, cache: Path) -> dict[str, str]:
+        """The environment its worker runs in; what it compiles is kept under `cache`."""
         inherited = {name: value for name, value in os.environ.items() if not dropped(name)}
-        if self.environment is None:
-            own = {name: os.environ[name] for name in ("EYAS_CACHE", "PYTHONPATH") if name in os.environ}
-        else:
-            own = {}
-        return inherited | own | OFFLINE | {"OMP_NUM_THREADS": str(threads)} | self._best(threads)
+        ours = ("EYAS_CACHE", "PYTHONPATH") if self.environment is None else ()
+        own = {name: os.environ[name] for name in ours if name in os.environ}
+        return inherited | own | OFFLINE | {"OMP_NUM_THREADS": str(threads)} | self._best(threads, cache)
 
-    def _best(self, threads: int) -> dict[str, str]:
+    def _best(self, threads: int, cache: Path) -> dict[str, str]:
         if self.name != "vllm":
             return {}
         preload = [self.python.parents[1] / "lib" / "libiomp5.so", *(Path(place) for place in TCMALLOC)]
         cores = sorted(os.sched_getaffinity(0))[:threads]
         return {
             "LD_PRELOAD": ":".join(str(place) for place in preload if place.is_file()),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CACHE_ROOT": str(cache),
             # `auto` leaves a core of its own to the server, and so one thread to the forward where there are two
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
         }
 
 
 OPTIONS = ("fc_norm", "norm_output", "own_embedding", "attention_bias", "fc_bias", "sliding_window")
-ENGINES: Mapping[str, Engine] = {
+ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
         Engine("eyas", None, trees=True, whole_config=True),

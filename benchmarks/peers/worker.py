@@ -2,7 +2,8 @@
 
 Imports nothing but the standard library, so that any engine's interpreter can run it. A worker is `python ENGINE.py
 JOB`; JOB is JSON: `target` and `draft` (paths in the engine's own format; `draft` null: plain decoding), `precision`,
-`shape` (`num_steps`, `topk`, `num_draft_tokens`), `threads`, `room` (the longest text), `stop_ids`.
+`shape` (`num_steps`, `topk`, `num_draft_tokens`), `threads`, `room` (the longest text),
+`stop_ids`, `eager` (uncompiled, for whom that makes a difference).
 
 The first line out is `{"ready": {...}}`, what the engine says of itself, or `{"error": reason}`. Every line in,
 `{"ids": [...], "max_tokens": n}`, is answered by one of
@@ -10,8 +11,10 @@ The first line out is `{"ready": {...}}`, what the engine says of itself, or `{"
 first token) and `seconds_decode` (from the first token to the last).
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 JSON = dict[str, Any]
+PR_SET_PDEATHSIG = 1
+"""Linux: die with the parent, who cannot wake a stopped worker any more (sys/prctl.h)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Running:
 
 def serve(start: Callable[[JSON], Running]) -> None:
     """Start the engine of the job in argv and answer until stdin ends. What it prints goes to stderr."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
