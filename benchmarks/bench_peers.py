@@ -199,15 +199,9 @@ def prepare(options: argparse.Namespace) -> Bench:
         )
     target = load_target(options.target)
     folder = chosen_step(draft)
-    settings = {
-        "draft": hash_file(folder / "model.safetensors"),
-        "config": hash_file(folder / "config.json"),
-        "target": target.identity.weights_hash,
-        "tokens": options.tokens,
-        "threads": options.threads,
-        "eager": options.eager,
-    }
-    name = hash_json(settings)[:12]
+    files = [hash_file(folder / name) for name in ("model.safetensors", "config.json")]
+    work = (OUT / "peers" / hash_json([*files, target.identity.weights_hash])[:12]).absolute()
+    settings = hash_json([options.tokens, options.threads, options.eager])[:12]
     return Bench(
         target=resolve_target(options.target).absolute(),
         draft=draft.absolute(),
@@ -219,8 +213,8 @@ def prepare(options: argparse.Namespace) -> Bench:
         eager=options.eager,
         chain=Shape(options.num_steps),
         scan=[Shape.parse(text) for text in options.scan if text != str(options.num_steps)],
-        work=(OUT / "peers" / name).absolute(),
-        answers=Answers.read(OUT / "peers" / name / "answers.jsonl"),
+        work=work,
+        answers=Answers.read(work / f"answers-{settings}.jsonl"),
     )
 
 
