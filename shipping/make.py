@@ -197,7 +197,7 @@ class Making:
         return self.into
 
 
-def write_prompts(out: Path, settings: dict[str, object], rows: Callable[[], list[Row]]) -> Manifest:
+def write_prompts(out: Path, settings: JSON, rows: Callable[[], list[Row]]) -> Manifest:
     """A prompts folder of rows that no source of `eyas prompts` gives."""
     stage = Stage(out, "prompts", json.loads(json.dumps(settings)), {})
     if (manifest := completed(out, stage.name, stage.settings, {})) is not None:
