@@ -6,6 +6,7 @@ in CPU seconds (the machine may be shared).
 Prints, per kind: lines, lines a second, megabytes a second, and by how much the process grew while it read.
 """
 
+import random
 import resource
 import sys
 import tempfile
@@ -21,6 +22,10 @@ START = (
 FRAME = (
     '  File "/env/lib/python3.12/site-packages/sglang/srt/managers/scheduler.py", line 3800, in run\n    self.step()\n'
 )
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CHANCE = random.Random(0)
+VOCABULARY = ["".join(CHANCE.choices(LETTERS, k=CHANCE.randint(2, 11))) for _ in range(20_000)]
+WORDS = "".join(" ".join(CHANCE.choices(VOCABULARY, k=CHANCE.randint(8, 16))) + "\n" for _ in range(10_000))
 KINDS = {
     "decode and access lines": (
         "[2026-05-01 10:20:00 TP0] Decode batch, #running-req: 8, #token: 3530, token usage: 0.01, accept len: 2.85, "
@@ -36,6 +41,8 @@ KINDS = {
         + FRAME * 3
         + "ValueError: the answer is longer than the context\n"
     ),
+    "random words": WORDS,
+    "random words, SGLang's heads": WORDS.replace("\n", "\n[2026-05-01 10:20:00 TP3] "),
     "one line of 100 MB": "x" * 1024,
 }
 

@@ -323,12 +323,12 @@ def test_what_only_sounds_like_a_failure_is_none(line: str) -> None:
 
 @pytest.mark.parametrize("around", ["{}", "({})", "a_{}_b", "1{}2", "é{}é"])
 def test_no_message_that_holds_a_word_of_the_table_is_taken_for_silent(around: str) -> None:
-    assert [word for word in causes.SHAPES if causes._silent(around.format(word))] == []
-    assert causes._silent("an ordinary line of an engine at work")
+    assert [word for word in causes.SHAPES if causes._silent(around.format(word.decode()).encode())] == []
+    assert causes._silent(b"an ordinary line of an engine at work")
 
 
 def test_a_word_of_the_table_that_goes_on_is_taken_for_silent_only_if_it_is_short() -> None:
-    assert [w for w in causes.SHAPES if len(causes._key(w)) == 5 and causes._silent(f"{w}s ")] == []
+    assert [w for w in causes.SHAPES if len(causes._key(w)) == 5 and causes._silent(w + b"s ")] == []
 
 
 def test_a_flag_of_the_other_engine_or_release_is_translated_and_a_typo_corrected() -> None:
