@@ -158,6 +158,8 @@ def meet(place: Place, device: torch.device, timeout: timedelta) -> Ranks:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, rank, size = next(iter(rendezvous("env://", place.rank, place.size, timeout=timeout)))
+        # torchrun may keep one store over its restarts: addresses of those that died must not be taken for ours
+        store = dist.PrefixStore(f"eyas/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(timeout)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
