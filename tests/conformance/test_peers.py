@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.models.draft import Draft
 from eyas.models.vocab import draft_ids
 from eyas.recipe import TrainSettings
-from eyas.training import attention
+from eyas.training import blocks
 from eyas.training.loop import row_weights
 from eyas.training.loss import in_vocabulary, ttt_loss, unroll
 from peer_cases import CASES, DECAY, PEAGLE, WINDOW, Material, batch_of, material, teacher_of, write_case
@@ -174,8 +174,8 @@ def test_speculators_window_stays_where_the_row_is(peers: Path, monkeypatch: pyt
     first, *later = compare(theirs, "window")
     assert first < 1e-5
     assert min(later) > 1e-3
-    moved = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda rows, length, window, step: moved(rows, length, window, 0))
+    moved = blocks.reach
+    monkeypatch.setattr(blocks, "reach", lambda window, step: moved(window, 0))
     assert max(compare(theirs, "window")) < 1e-5
 
 

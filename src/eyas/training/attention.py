@@ -4,16 +4,19 @@ Row t at step s sees the step-0 keys 0..t of its document and its own key of eac
 position at step s is t + s. So a row's steps are the chain a server would draft from it: keys 1..s stand for the
 drafted tokens. Source: EAGLE cnets.py (training), training.md 2.3; the tests hold a loop-based oracle.
 
+No matrix of all rows by all keys is made or kept: a block of rows attends to its prefix (blocks.py), whose log sum exp
+merges it with the row's own later keys, and the backward pass computes each block's scores anew.
+
 Shapes: B batch (1: documents are packed), T packed rows, R queried rows, N query heads, K key heads, G = N / K,
-E width of a query and a key, U width of a value, L a document's rows, Q its queried rows, S later steps.
+E width of a query and a key, U width of a value, S own keys of a row.
 """
 
-from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.training.blocks import Block, attend, attend_back, band, blocks_of
 from eyas.training.rows import Rows
 
 
@@ -22,96 +25,132 @@ class TTTAttention:
 
     def __init__(self, rows: Rows, window: int | None = None) -> None:
         self.rows, self.window = rows, window
-        self.step = 0
-        self.prefix: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Layer to each document's step-0 keys [B, K, L, E] and values [B, K, L, U]. Split once: the gradient of a
-        split is one concatenation, that of a slice a tensor of zeros as large as the whole batch."""
+        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
+        """Layer to all rows' step-0 keys [B, K, T, E] and values [B, K, T, U]."""
         self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Layer to the current rows' own keys [B, K, R, E] and values [B, K, R, U] of each later step."""
-        self.counts = [rows.per_document(step) for step in range(rows.steps)]
-        self.masks: dict[tuple[int, int], Tensor] = {}
+        """Layer to keys and values [B, K, R[i], .] of each later step i, of the rows supervised there."""
+        self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start a step; the rows it drops take their own keys with them."""
-        self.step = step
-        if step > 1:
-            inside = self.rows.inside[step]
-            for layer, states in self.own.items():
-                self.own[layer] = [(key[:, :, inside], value[:, :, inside]) for key, value in states]
+        """Start a step."""
+        self.step, index = step, self.rows.index
+        self.blocks: dict[bool, list[Block]] = {}
+        seen = range(1, step + 1) if self.window is None else range(max(1, step + 1 - self.window), step + 1)
+        self.places = [(i, torch.searchsorted(index[i], index[step])) for i in seen]
+        """The later steps whose own keys are seen, and where their rows hold this step's."""
 
     def __call__(self, layer: int, query_BNRE: Tensor, key_BKTE: Tensor, value_BKTU: Tensor) -> Tensor:
         """Context [B, N, R, U]. At step 0 keys are all rows' (queries may be fewer); later both are `index[step]`."""
+        device = query_BNRE.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            query_BNRE, key_BKTE, value_BKTU = (states.to(dtype) for states in (query_BNRE, key_BKTE, value_BKTU))
         if self.step == 0:
-            lengths = [end - start for start, end in pairwise(self.rows.starts)]
-            states = (key_BKTE.split(lengths, dim=2), value_BKTU.split(lengths, dim=2))
-            self.prefix[layer], self.own[layer] = list(zip(*states, strict=True)), []
+            self.prefix[layer], self.own[layer] = (key_BKTE, value_BKTU), []
         else:
             self.own[layer].append((key_BKTE, value_BKTU))
-        every_row = self.step == 0 and query_BNRE.shape[2] == self.rows.positions_T.numel()
-        counts = [key.shape[2] for key, _ in self.prefix[layer]] if every_row else self.counts[self.step]
-        queries = query_BNRE.split(counts, dim=2)
-        later = [[states.split(counts, dim=2) for states in step] for step in self.own[layer]]
-        contexts: list[Tensor] = []
-        for document, prefix in enumerate(self.prefix[layer]):
-            if counts[document]:
-                own = [(keys[document], values[document]) for keys, values in later]
-                contexts.append(self._document(document, queries[document], *prefix, own, every_row))
-        return torch.cat(contexts, dim=2) if contexts else query_BNRE[..., : value_BKTU.shape[-1]]
+        own = [states for i, _ in self.places for states in self.own[layer][i - 1]]
+        blocks = self._blocks(every_row=self.step == 0 and query_BNRE.shape[2] == self.rows.positions_T.numel())
+        places = [place for _, place in self.places]
+        return MergedAttention.apply(blocks, places, query_BNRE, *self.prefix[layer], *own)
 
-    def _document(
-        self,
-        document: int,
-        query_BNQE: Tensor,
-        key_BKLE: Tensor,
-        value_BKLU: Tensor,
-        own: list[tuple[Tensor, Tensor]],
-        every_row: bool,
-    ) -> Tensor:
-        length = key_BKLE.shape[2]
-        if every_row:
-            mask_QL = _causal(torch.arange(length, device=query_BNQE.device), length, self.window, 0)
-        else:
-            mask_QL = self._mask(document, length)
-        if own:
-            return attend_with_own(query_BNQE, key_BKLE, value_BKLU, own, mask_QL)
-        return F.scaled_dot_product_attention(
-            query_BNQE, key_BKLE, value_BKLU, attn_mask=mask_QL.to(query_BNQE.dtype), enable_gqa=True
-        )
-
-    def _mask(self, document: int, length: int) -> Tensor:
+    def _blocks(self, every_row: bool) -> list[Block]:
         """Made once a step for all layers."""
-        place = (self.step, document)
-        if place not in self.masks:
-            rows_Q = self.rows.index[self.step].split(self.counts[self.step])[document]
-            self.masks[place] = _causal(rows_Q - self.rows.starts[document], length, self.window, self.step)
-        return self.masks[place]
+        if every_row not in self.blocks:
+            index = torch.arange(self.rows.positions_T.numel()) if every_row else self.rows.index[self.step]
+            self.blocks[every_row] = blocks_of(index, self.rows.starts, self.window, self.step)
+        return self.blocks[every_row]
 
 
-def _causal(rows_Q: Tensor, length: int, window: int | None, step: int) -> Tensor:
-    """Additive mask [Q, L] of the step-0 keys: 0 at keys 0..t (within the window of t + step), -inf elsewhere."""
-    keys_L = torch.arange(length, device=rows_Q.device)
-    visible = keys_L[None] <= rows_Q[:, None]
-    if window is not None:
-        visible = visible & (keys_L[None] > rows_Q[:, None] + step - window)
-    return torch.zeros(visible.shape, device=rows_Q.device).masked_fill_(~visible, float("-inf"))
+class MergedAttention(torch.autograd.Function):
+    """Context [B, N, R, U] of one softmax over each row's prefix (`blocks`) and its own later keys.
+
+    `own`: key [B, K, R[i], E] and value [B, K, R[i], U] of each later step in turn, `places` where in them the R rows
+    lie. Kept for the backward pass: the arguments, the context, its log sum exp and the own keys' shares.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        blocks: list[Block],
+        places: list[Tensor],
+        query_BNRE: Tensor,
+        key_BKTE: Tensor,
+        value_BKTU: Tensor,
+        *own: Tensor,
+    ) -> Tensor:
+        context = query_BNRE.new_zeros((*query_BNRE.shape[:3], value_BKTU.shape[-1]))
+        log_sum_BNR = query_BNRE.new_full(query_BNRE.shape[:3], float("-inf"), dtype=torch.float32)
+        mask = band(blocks, query_BNRE)
+        for block in blocks:
+            rows, keys = block.rows, block.keys
+            found = attend(query_BNRE[:, :, rows], key_BKTE[:, :, keys], value_BKTU[:, :, keys], block.mask(mask))
+            context[:, :, rows], log_sum_BNR[:, :, rows] = found
+        shares_SBNR: list[Tensor] = []
+        if own:
+            chosen = _chosen(own, places, query_BNRE.shape[1])
+            scale = query_BNRE.shape[-1] ** -0.5
+            scores = [(query_BNRE * key).sum(-1).float() * scale for key, _ in chosen]
+            before = log_sum_BNR
+            log_sum_BNR = torch.stack([before, *scores]).logsumexp(0)
+            shares_SBNR = [(score - log_sum_BNR).exp() for score in scores]
+            context = context * (before - log_sum_BNR).exp()[..., None].to(context.dtype)
+            for share, (_, value) in zip(shares_SBNR, chosen, strict=True):
+                context.addcmul_(share[..., None].to(value.dtype), value)
+        ctx.blocks, ctx.places = blocks, places
+        ctx.save_for_backward(query_BNRE, key_BKTE, value_BKTU, context, log_sum_BNR, *own, *shares_SBNR)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, context, log_sum, *rest = ctx.saved_tensors
+        own, shares_SBNR = rest[: 2 * len(ctx.places)], rest[2 * len(ctx.places) :]
+        (grad_BNRU,) = grads
+        grad_query, grad_key, grad_value = (torch.zeros_like(states) for states in (query, key, value))
+        mask = band(ctx.blocks, query)
+        for block in ctx.blocks:
+            rows, keys = block.rows, block.keys
+            merged = context[:, :, rows], log_sum[:, :, rows]
+            seen = query[:, :, rows], key[:, :, keys], value[:, :, keys], block.mask(mask)
+            found = attend_back(grad_BNRU[:, :, rows], *merged, *seen)
+            grad_query[:, :, rows] = found[0]
+            grad_key[:, :, keys] += found[1]
+            grad_value[:, :, keys] += found[2]
+        grads_own: list[Tensor] = []
+        if own:
+            mean_BNR = (grad_BNRU * context).sum(-1)
+            for place, share, pair, states in zip(
+                ctx.places, shares_SBNR, _chosen(own, ctx.places, query.shape[1]), _pairs(own), strict=True
+            ):
+                share = share.to(query.dtype)
+                slope = share * ((grad_BNRU * pair[1]).sum(-1) - mean_BNR) * query.shape[-1] ** -0.5
+                grad_query.addcmul_(slope[..., None], pair[0])
+                grads_own += [
+                    _placed(slope[..., None] * query, place, states[0]),
+                    _placed(share[..., None] * grad_BNRU, place, states[1]),
+                ]
+        return None, None, grad_query, grad_key, grad_value, *grads_own
 
 
-def attend_with_own(
-    query_BNQE: Tensor,
-    key_BKLE: Tensor,
-    value_BKLU: Tensor,
-    own: list[tuple[Tensor, Tensor]],
-    mask_QL: Tensor,
-) -> Tensor:
-    """One softmax over the masked prefix and each row's own later keys. Context [B, N, Q, U]."""
-    batch, heads, queries, width = query_BNQE.shape
-    groups = key_BKLE.shape[1]
-    query_BKGQE = (query_BNQE * width**-0.5).view(batch, groups, -1, queries, width)
-    key_BKQSE = torch.stack([key for key, _ in own], dim=3)
-    value_BKQSU = torch.stack([value for _, value in own], dim=3)
-    scores_BKGQL = query_BKGQE @ key_BKLE[:, :, None].transpose(-1, -2) + mask_QL
-    own_BKGQS = torch.einsum("bkgqe,bkqse->bkgqs", query_BKGQE, key_BKQSE)
-    weights = torch.cat([scores_BKGQL, own_BKGQS], dim=-1).float().softmax(dim=-1).to(query_BNQE.dtype)
-    prefix, rest = weights.split([key_BKLE.shape[2], len(own)], dim=-1)
-    context = prefix @ value_BKLU[:, :, None] + torch.einsum("bkgqs,bkqsu->bkgqu", rest, value_BKQSU)
-    return context.reshape(batch, heads, queries, -1)
+def _pairs(own: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(own[::2], own[1::2], strict=True))
+
+
+def _chosen(own: Any, places: list[Tensor], heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Key and value [B, N, R, .] of each later step for the rows at work, one for each query head."""
+    groups = heads // own[0].shape[1]
+    return [
+        (
+            key.index_select(2, place).repeat_interleave(groups, dim=1),
+            value.index_select(2, place).repeat_interleave(groups, dim=1),
+        )
+        for place, (key, value) in zip(places, _pairs(own), strict=True)
+    ]
+
+
+def _placed(grad_BNRE: Tensor, place: Tensor, like_BKRE: Tensor) -> Tensor:
+    """A gradient by query head of the rows at work, summed by key head, among all rows of its step."""
+    summed = grad_BNRE.unflatten(1, (like_BKRE.shape[1], -1)).sum(2)
+    if len(place) == like_BKRE.shape[2]:
+        return summed
+    return torch.zeros_like(like_BKRE).index_copy_(2, place, summed)
