@@ -36,6 +36,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "LK alpha": ("train.loss=lk_alpha",),
     "LK lambda": ("train.loss=lk_lambda",),
     "LK lambda, decay 3": ("train.loss=lk_lambda", "train.lk_decay=3.0"),
+    "accept length": ("train.loss=accept_length", "train.step_weights=1,1,1"),
     "steps weigh the same": ("train.step_decay=1.0",),
     "steps weigh half": ("train.step_decay=0.5",),
     "all rows below the sum": ("train.denominator=all",),

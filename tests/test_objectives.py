@@ -1,6 +1,7 @@
 """What a row is scored by, each against autograd; how weights move."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from torch import Tensor
 from eyas.models.checkpoint import draft_tensors, load_draft
 from eyas.models.vocab import draft_ids
 from eyas.recipe import DraftSettings, TargetSettings, TrainSettings, recipe_of
-from eyas.training import loop
+from eyas.training import chunked, loop
+from eyas.training.chains import Chains, chains_of
+from eyas.training.chunked import CHUNK, ChunkedLoss
 from eyas.training.loop import row_weights, train
-from eyas.training.loss import CHUNK, ChunkedLoss, ttt_loss
+from eyas.training.loss import ttt_loss
 from eyas.training.objectives import objective_of
 from eyas.training.optimise import make_optimiser, trained
 from made_captures import made
 from test_loss import SliceTeacher, make_documents, make_draft, pack, weights
 
 LOSSES = ("soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda")
+ACCEPT_LENGTH = objective_of(TrainSettings(loss="accept_length"))
 
 
 def plainly(loss: str, logits_CD: Tensor, teacher_CD: Tensor, decay: float = 1.0) -> Tensor:
@@ -50,7 +54,7 @@ def test_loss_and_slope_of_every_objective_are_autograds(
     (wanted_slope,) = torch.autograd.grad(wanted.sum(), logits)
     objective = objective_of(TrainSettings(loss=loss, lk_decay=2.0))  # type: ignore[arg-type]
     plain = logits.detach()
-    found, slope = objective(plain, plain.softmax(-1), plain.logsumexp(-1), teacher)
+    found, slope = objective.score(plain, plain.softmax(-1), plain.logsumexp(-1), teacher)
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(slope, wanted_slope, rtol=1e-8, atol=1e-10)
 
@@ -61,7 +65,7 @@ def test_no_probability_is_too_small_for_an_objective(loss: str) -> None:
     for far in ([300.0, -300.0, 0.0], [-400.0, 400.0, 0.0]):
         teacher = torch.tensor([far]).softmax(-1)
         objective = objective_of(TrainSettings(loss=loss))  # type: ignore[arg-type]
-        found, slope = objective(logits, logits.softmax(-1), logits.logsumexp(-1), teacher)
+        found, slope = objective.score(logits, logits.softmax(-1), logits.logsumexp(-1), teacher)
         assert found.isfinite().all() and slope.isfinite().all()
 
 
@@ -83,7 +87,58 @@ def test_chunks_make_the_gradients_of_all_rows_at_once(loss: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+def chains_lost(rows: list[tuple[int, int]], alpha_C: Tensor, weights: list[float]) -> Tensor:
+    """The weighted sum over (chain, step) rows of 1 - the product of the chain's alphas up to that step."""
+    alphas = dict(zip(rows, alpha_C, strict=True))
+    lost = torch.zeros((), dtype=alpha_C.dtype)
+    for chain, step in rows:
+        survival = torch.ones((), dtype=alpha_C.dtype)
+        for before in range(step + 1):
+            survival = survival * alphas.get((chain, before), torch.zeros(()))
+        lost = lost + weights[step] * (1 - survival)
+    return lost
+
+
+def test_a_step_counts_by_what_comes_before_it_and_what_hangs_on_it() -> None:
+    """Survival 0.5, 0.4, 0.1; 1 + 0.8 (1 + 0.25) = 2 hangs on the first step, 1.25 on the second, half as often."""
+    chains = Chains(torch.zeros(3, dtype=torch.int64), torch.arange(3), 3)
+    loss, slope = chains.coupled(slice(0, 3), torch.tensor([0.5, 0.8, 0.25]), torch.ones(3))
+    torch.testing.assert_close(loss, torch.tensor([0.5, 0.6, 0.9]))
+    torch.testing.assert_close(slope, torch.tensor([2.0, 0.625, 0.4]))
+
+
+@given(
+    kept=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=12),
+    chunk=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+)
+def test_the_accept_length_of_chains_in_chunks_has_autograds_gradients(
+    kept: list[list[bool]], chunk: int, seed: int
+) -> None:
+    rows = [(chain, step) for chain, steps in enumerate(kept) for step, here in enumerate(steps) if here]
+    generator = torch.Generator().manual_seed(seed)
+    x, head = (torch.randn(size, 6, generator=generator).requires_grad_() for size in (len(rows), 11))
+    teacher = torch.randn(40, 11, generator=generator).softmax(-1)
+    where, truth = (torch.randint(0, most, (len(rows),), generator=generator) for most in (40, 11))
+    weights = [1.0, 0.5, 0.25]
+    alpha_C = torch.minimum(teacher[where], (x @ head.T).softmax(-1)).sum(-1)
+    wanted = chains_lost(rows, alpha_C, weights)
+    gradients = torch.autograd.grad(wanted, (x, head), allow_unused=True, materialize_grads=True) if rows else None
+    by_step = [torch.tensor([c for c, s in rows if s == step], dtype=torch.int64) for step in range(3)]
+    order, chains = chains_of(by_step, torch.arange(len(kept)))
+    assert [(c, s) for c, s in zip(chains.chain_C.tolist(), chains.step_C.tolist(), strict=True)] == rows
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    weight = torch.tensor([weights[step] for _, step in rows])
+    with mock.patch.object(chunked, "CHUNK", chunk):
+        found, loss, _ = ChunkedLoss.apply(x, head, teacher, where, truth, weight, torch.float32, ACCEPT_LENGTH, chains)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
+    assert float((loss * weight).sum()) == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
+    if gradients is not None:
+        for got, want in zip(torch.autograd.grad(found, (x, head)), gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "accept_length"])
 def test_every_objective_falls_along_its_own_gradient_through_the_whole_draft(loss: str) -> None:
     """One small step down the gradient lowers the loss by its squared norm, to first order (lk_lambda's weight moves
     too, and no gradient goes through it: there the loss falls, by another amount)."""

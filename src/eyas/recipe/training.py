@@ -85,9 +85,12 @@ class TrainSettings(Section):
     """TTT step s weighs step_decay ** s."""
     step_weights: tuple[float, ...] | None = None
     """A weight for each TTT step in place of step_decay, as 1,0.5,0.25."""
-    loss: Literal["soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda"] = "soft_cross_entropy"
+    loss: Literal["soft_cross_entropy", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda", "accept_length"] = (
+        "soft_cross_entropy"
+    )
     """What a row is scored by. Of p (teacher) and q (draft): cross-entropy, KL(q, p), 1 - alpha, -log alpha, or
-    KL(p, q) that gives way to 1 - alpha, with alpha = sum min(p, q), the chance of acceptance under sampling."""
+    KL(p, q) that gives way to 1 - alpha, with alpha = sum min(p, q), the chance of acceptance under sampling; or 1 less
+    the chance that the chain survives the step, whose sum is the accept length lost (step_weights 1,1,1)."""
     lk_decay: float = Field(default=1.0, ge=0)
     """Of lk_lambda: the divergence weighs exp(-lk_decay alpha)."""
     denominator: Literal["supervised", "all"] = "supervised"

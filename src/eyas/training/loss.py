@@ -17,15 +17,12 @@ from torch import Tensor
 from eyas.formats.methods import MethodName
 from eyas.models.draft import Draft
 from eyas.training.attention import TTTAttention
-from eyas.training.objectives import Objective, soft_cross_entropy
+from eyas.training.chains import chains_of
+from eyas.training.chunked import ChunkedLoss
+from eyas.training.objectives import SOFT_CROSS_ENTROPY, Objective
 from eyas.training.parallel import unroll_parallel
 from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher
-
-CHUNK = 256
-"""Rows whose draft-vocabulary logits exist at one time: memory stays flat."""
-BLOCK = 64
-"""Rows scored at a time: their logits, shares and teacher stay near the core between one operation and the next."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def ttt_loss(
     draft_of_V: Tensor,
     row_weights: Sequence[float],
     dtype: torch.dtype = torch.float32,
-    objective: Objective = soft_cross_entropy,
+    objective: Objective = SOFT_CROSS_ENTROPY,
 ) -> tuple[Tensor, Sums]:
     """The weighted loss (a scalar with a gradient) and its per-step sums.
 
@@ -144,12 +141,17 @@ def ttt_loss(
     at_C = torch.cat(at)
     counts = torch.tensor([len(positions) for positions in at])
     weight_C = torch.repeat_interleave(torch.tensor(row_weights, dtype=torch.float32), counts).to(normed_CH.device)
+    step_of_C = torch.repeat_interleave(torch.arange(rows.steps), counts)
+    chains = None
+    if objective.coupled:
+        order_C, chains = chains_of([index[keep] for index, keep in zip(rows.index, kept, strict=True)], rows.index[0])
+        normed_CH, at_C, weight_C = normed_CH[order_C], at_C[order_C], weight_C[order_C]
+        step_of_C = step_of_C[order_C.cpu()]
     truth_C = draft_of_V[batch.argmax_T[at_C]]
     where_C = torch.searchsorted(teacher_rows_P, at_C)
     loss, loss_C, hit_C = ChunkedLoss.apply(
-        normed_CH, draft.lm_head.weight, teacher_PD, where_C, truth_C, weight_C, dtype, objective
+        normed_CH, draft.lm_head.weight, teacher_PD, where_C, truth_C, weight_C, dtype, objective, chains
     )
-    step_of_C = torch.repeat_interleave(torch.arange(rows.steps), counts)
     sums = Sums(
         loss=_per_step(step_of_C, loss_C, rows.steps),
         hits=_per_step(step_of_C, hit_C, rows.steps),
@@ -161,79 +163,3 @@ def ttt_loss(
 
 def _per_step(step_of_C: Tensor, values_C: Tensor, steps: int) -> Tensor:
     return torch.zeros(steps, dtype=torch.float64).index_add_(0, step_of_C, values_C.double().cpu())
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
-
-    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in buffers
-    that are used again (fresh pages cost more than what is computed in them), and turn into their own gradient in
-    place: one softmax serves both. Returns the weighted sum, and per row the loss and whether no logit is above that of
-    `truth`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_CH: Tensor,
-        weight_DH: Tensor,
-        teacher_PD: Tensor,
-        where_C: Tensor,
-        truth_C: Tensor,
-        weight_C: Tensor,
-        dtype: torch.dtype,
-        objective: Objective,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
-        weighted_x = (x_CH.detach() * weight_C[:, None]).to(dtype)
-        grad_x, grad_weight = torch.empty_like(x_CH), torch.zeros_like(weight_DH)
-        loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
-        rows = _chunk(len(x))
-        logits_RD = teacher_PD.new_empty((rows, len(weight)))
-        shares_BD, teacher_BD = teacher_PD.new_empty((2, BLOCK, len(weight)))
-        for start in range(0, len(x), rows):
-            part = slice(start, start + rows)
-            slopes = logits_RD[: len(x[part])]
-            _product(x[part], weight.T, slopes)
-            for first in range(0, len(slopes), BLOCK):
-                logits = slopes[first : first + BLOCK]
-                block = slice(start + first, start + first + len(logits))
-                shares, teacher = shares_BD[: len(logits)], teacher_BD[: len(logits)]
-                torch.index_select(teacher_PD, 0, where_C[block], out=teacher)
-                top = logits.amax(dim=-1)
-                hit_C[block] = logits.gather(1, truth_C[block, None])[:, 0] == top
-                torch.softmax(logits, dim=-1, out=shares)
-                # log sum exp = top - log(share of the top): one softmax serves both
-                loss_C[block], slope = objective(logits, shares, top - shares.amax(dim=-1).log(), teacher)
-                logits.copy_(slope)
-            slope = slopes.to(dtype)
-            _product(slope, weight, grad_x[part])
-            _add_product(slope.T, weighted_x[part], grad_weight)
-        ctx.gradients = grad_x.mul_(weight_C[:, None]), grad_weight
-        ctx.mark_non_differentiable(loss_C, hit_C)
-        return (loss_C * weight_C).sum(), loss_C, hit_C
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.gradients is not None, "the loss goes back once: its gradients are scaled in place"
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(gradient.mul_(grads[0]) for gradient in gradients), None, None, None, None, None, None
-
-
-def _chunk(rows: int) -> int:
-    """Chunks of one size, at most CHUNK: a short one at the end would waste its products."""
-    return -(-rows // -(-rows // CHUNK)) if rows else 1
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(left @ right)
-
-
-def _add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if left.dtype == out.dtype:
-        out.addmm_(left, right)
-    else:
-        out.add_(left @ right)

@@ -8,6 +8,7 @@ Shapes: C a chunk of rows, D draft vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from eyas.recipe import TrainSettings
 
-Objective = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [C, D], their softmax [C, D], their log sum exp [C], teacher [C, D]) to loss [C] and its slope by the logits
 [C, D]. Logits and softmax may be overwritten."""
 
@@ -24,19 +25,13 @@ LEAST = 1e-30
 LEAST_ALPHA = 1e-6
 
 
-def objective_of(settings: TrainSettings) -> Objective:
-    """The objective that `train.loss` names."""
-    match settings.loss:
-        case "soft_cross_entropy":
-            return soft_cross_entropy
-        case "reverse_kl":
-            return reverse_kl
-        case "total_variation":
-            return total_variation
-        case "lk_alpha":
-            return lk_alpha
-        case "lk_lambda":
-            return partial(lk_lambda, decay=settings.lk_decay)
+@dataclass(frozen=True)
+class Objective:
+    """What `train.loss` names."""
+
+    score: Score
+    coupled: bool = False
+    """The score is total variation, and the steps of a chain are weighed by one another's acceptance (chains.py)."""
 
 
 def soft_cross_entropy(
@@ -86,3 +81,23 @@ def _acceptance(shares_CD: Tensor, teacher_CD: Tensor) -> tuple[Tensor, Tensor]:
     below_CD = (shares_CD < teacher_CD).to(shares_CD.dtype)
     inside_C = torch.linalg.vecdot(shares_CD, below_CD)
     return torch.minimum(shares_CD, teacher_CD).sum(dim=-1), below_CD.sub_(inside_C[:, None]).mul_(shares_CD)
+
+
+SOFT_CROSS_ENTROPY = Objective(soft_cross_entropy)
+
+
+def objective_of(settings: TrainSettings) -> Objective:
+    """The objective that `train.loss` names."""
+    match settings.loss:
+        case "soft_cross_entropy":
+            return SOFT_CROSS_ENTROPY
+        case "reverse_kl":
+            return Objective(reverse_kl)
+        case "total_variation":
+            return Objective(total_variation)
+        case "lk_alpha":
+            return Objective(lk_alpha)
+        case "lk_lambda":
+            return Objective(partial(lk_lambda, decay=settings.lk_decay))
+        case "accept_length":
+            return Objective(total_variation, coupled=True)

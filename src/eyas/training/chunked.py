@@ -1,0 +1,108 @@
+"""The vocabulary's share of the TTT loss: head, softmax, objective and their gradients, a chunk of rows at a time.
+
+Shapes: C rows in the loss, H hidden, D draft vocabulary, P teacher rows, R a chunk's rows, B a block's.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.training.chains import Chains
+from eyas.training.objectives import Objective
+
+CHUNK = 256
+"""Rows whose draft-vocabulary logits exist at one time: memory stays flat."""
+BLOCK = 64
+"""Rows scored at a time: their logits, shares and teacher stay near the core between one operation and the next."""
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
+
+    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in buffers
+    that are used again (fresh pages cost more than what is computed in them), and turn into their own gradient in
+    place: one softmax serves both. Returns the weighted sum, and per row the loss and whether no logit is above that of
+    `truth`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_CH: Tensor,
+        weight_DH: Tensor,
+        teacher_PD: Tensor,
+        where_C: Tensor,
+        truth_C: Tensor,
+        weight_C: Tensor,
+        dtype: torch.dtype,
+        objective: Objective,
+        chains: Chains | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
+        grad_x, grad_weight = torch.empty_like(x_CH), torch.zeros_like(weight_DH)
+        loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
+        bounds = _bounds(len(x), chains)
+        rows = max((last - first for first, last in pairwise(bounds)), default=0)
+        logits_RD, buffers_2BD = (teacher_PD.new_empty((*size, len(weight))) for size in ((rows,), (2, BLOCK)))
+        for first, last in pairwise(bounds):
+            part, logits = slice(first, last), logits_RD[: last - first]
+            _product(x[part], weight.T, logits)
+            loss_C[part], hit_C[part] = _score(logits, teacher_PD, where_C[part], truth_C[part], objective, buffers_2BD)
+            slope_by = weight_C[part]
+            if chains is not None:
+                loss_C[part], slope_by = chains.coupled(part, 1 - loss_C[part], slope_by)
+            slopes = logits.to(dtype)
+            _product(slopes, weight, grad_x[part])
+            grad_x[part] *= slope_by[:, None]
+            _add_product(slopes.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
+        ctx.gradients = grad_x, grad_weight
+        ctx.mark_non_differentiable(loss_C, hit_C)
+        return (loss_C * weight_C).sum(), loss_C, hit_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.gradients is not None, "the loss goes back once: its gradients are scaled in place"
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(gradient.mul_(grads[0]) for gradient in gradients), None, None, None, None, None, None, None
+
+
+def _bounds(rows: int, chains: Chains | None) -> list[int]:
+    """Where chunks begin and end, all of about one size: a short one at the end would waste its products."""
+    if not rows:
+        return []
+    size = -(-rows // -(-rows // CHUNK))
+    return [*range(0, rows, size), rows] if chains is None else chains.bounds(size + chains.steps - 1)
+
+
+def _score(
+    logits_RD: Tensor, teacher_PD: Tensor, where_R: Tensor, truth_R: Tensor, objective: Objective, buffers_2BD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row and whether no logit is above that of `truth`; the logits become the loss's slope."""
+    losses, hits = [], []
+    for logits, where, truth in zip(*(each.split(BLOCK) for each in (logits_RD, where_R, truth_R)), strict=True):
+        shares, teacher = buffers_2BD[:, : len(logits)]
+        torch.index_select(teacher_PD, 0, where, out=teacher)
+        top = logits.amax(dim=-1)
+        hits.append(logits.gather(1, truth[:, None])[:, 0] == top)
+        torch.softmax(logits, dim=-1, out=shares)
+        # log sum exp = top - log(share of the top): one softmax serves both
+        loss, slope = objective.score(logits, shares, top - shares.amax(dim=-1).log(), teacher)
+        losses.append(loss)
+        logits.copy_(slope)
+    return torch.cat(losses), torch.cat(hits)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        out.addmm_(left, right)
+    else:
+        out.add_(left @ right)
