@@ -12,11 +12,7 @@ HINTS = {"float32": "f32", "bfloat16": "bf16"}
 
 def start(job: JSON) -> Running:
     options = {"INFERENCE_NUM_THREADS": job["threads"], "INFERENCE_PRECISION_HINT": HINTS[job["precision"]]}
-    draft = (
-        {"draft_model": genai.draft_model(job["draft"], "CPU", **options, **job.get("more", {}))}
-        if job["draft"]
-        else {}
-    )
+    draft = {"draft_model": genai.draft_model(job["draft"], "CPU", **options)} if job["draft"] else {}
     pipeline = genai.LLMPipeline(job["target"], "CPU", **draft, **options)
     shape = job["shape"]
 
