@@ -10,6 +10,8 @@ from pathlib import Path
 from peers.engines import HERE, OFFLINE, Engine, dropped
 
 GGUF = {"float32": "f32", "bfloat16": "bf16"}
+IR = {"float32": "fp32", "bfloat16": "fp16"}
+"""optimum has no bfloat16 weights: 16-bit ones are rounded on, where the CPU has bfloat16 instructions."""
 LONGEST_S = 900
 
 
@@ -40,17 +42,16 @@ OUT = "OUT"
 def models(engine: Engine, precision: str, target: Path, export: Path, boundaries: Sequence[int], work: Path) -> Models:
     """Of `engine`, from the target's Hugging Face folder and the draft's export. Makes nothing."""
     if engine.name == "openvino":
-        return _openvino(engine, target, export, boundaries, work)
+        return _openvino(engine, IR[precision], target, export, boundaries, work)
     if engine.name == "llamacpp":
         return _llamacpp(engine, GGUF[precision], target, export, work)
     return Models(target, export)
 
 
-def _openvino(engine: Engine, target: Path, export: Path, boundaries: Sequence[int], work: Path) -> Models:
-    """One IR for both precisions: the runtime converts the weights as its precision hint says."""
-    made = Models(work / "openvino-target", work / "openvino-draft")
+def _openvino(engine: Engine, kind: str, target: Path, export: Path, boundaries: Sequence[int], work: Path) -> Models:
+    made = Models(work / f"openvino-target-{kind}", work / f"openvino-draft-{kind}")
     tool = [engine.python.with_name("optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
-    tool += ["--weight-format", "fp32"]
+    tool += ["--weight-format", kind]
     ids = ",".join(str(boundary - 1) for boundary in boundaries)
     draft = [engine.python, HERE / "openvino_export.py", ids, OUT, *tool, "-m", export]
     draft += ["--trust-remote-code", "--disable-convert-tokenizer"]
