@@ -117,7 +117,7 @@ ENGINES: dict[str, Engine] = {
         Engine("eyas", None, trees=True, whole_config=True),
         Engine("hf", None, void=NO_EAGLE3),
         Engine("vllm", ".venv-vllm", "make setup-engines", whole_config=True),
-        Engine("openvino", ".venv-openvino", "make setup-bench-peers"),
+        Engine("openvino", ".venv-openvino", "make setup-bench-peers", trees=True),
         Engine("llamacpp", ".venv-llamacpp", "make setup-bench-peers"),
     )
 }
