@@ -1,8 +1,10 @@
 """Ways of drafting against plain decoding, paired: accept length, tokens drafted a round, and decode seconds per token.
 
     python benchmarks/bench_drafting.py --draft DRAFT [--precision bfloat16] [--prompts 12] [--ways chain,tree]
+    python benchmarks/bench_drafting.py --per-kind 1 --ways "adaptive,adaptive tree"
 
-Without a draft an untrained one is taken: the worst case of an adaptive depth. Every prompt is decoded plainly and in
+Without a draft an untrained one is taken: the worst case of an adaptive depth, told by kind of prompt with --per-kind
+(so many of each kind of the test set). Every prompt is decoded plainly and in
 every way in turn, so that a busy moment of the machine strikes all alike; read the ratios.
 """
 
@@ -15,7 +17,7 @@ import torch
 
 from eyas.engine.generate import Engine, Generation
 from eyas.formats.taps import default_boundaries
-from eyas.measure.prompts import bench_prompts
+from eyas.measure.prompts import BenchPrompt, bench_prompts
 from eyas.measure.stats import accept_length, survival
 from eyas.models.checkpoint import load_draft
 from eyas.models.draft import Draft
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m-instruct-q4")
     parser.add_argument("--precision", default="bfloat16", choices=[*DTYPES, "int8"])
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--per-kind", type=int, help="so many prompts of every kind, in place of --prompts")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", type=Path, default=Path("bench/out/drafting.json"))
@@ -62,7 +65,9 @@ def main() -> None:
     else:
         torch.manual_seed(0)
         draft = Draft(draft_config(target, default_boundaries(target.num_hidden_layers), DraftSettings()))
-    prompts = bench_prompts("test", target, given.prompts, given.tokens)
+    prompts = bench_prompts("test", target, None if given.per_kind else given.prompts, given.tokens)
+    if given.per_kind:
+        prompts = [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) <= given.per_kind]
     results = {}
     for name in given.ways.split(","):
         drafting = WAYS[name]
@@ -74,13 +79,22 @@ def main() -> None:
                 runs = {steps: engine.generate(prompt.ids, given.tokens, steps) for steps in turns}
                 pairs.append((runs[0], runs[engine.num_steps]))
                 bar.advance(1)
-        results[name] = figures(pairs, engine)
+        results[name] = figures(pairs, engine) | {"by_kind": by_kind(prompts, pairs)}
         engine.close()
         say(f"{name}: {json.dumps(results[name])}")
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    told = {"ways": results, "precision": given.precision, "draft": str(given.draft), "prompts": given.prompts}
+    told = {"ways": results, "precision": given.precision, "draft": str(given.draft), "prompts": len(prompts)}
     given.out.write_text(json.dumps({**told, "machine": machine(), "versions": versions()}, indent=1))
     say(f"wrote {given.out}")
+
+
+def by_kind(prompts: list[BenchPrompt], pairs: list[tuple[Generation, Generation]]) -> dict[str, float]:
+    """Plain over drafted seconds of all prompts of a kind together."""
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    for prompt, (plain, fast) in zip(prompts, pairs, strict=True):
+        kind = prompt.id.removeprefix("test-").rpartition("-")[0]
+        seconds.setdefault(kind, []).append((plain.seconds_decode, fast.seconds_decode))
+    return {kind: round(sum(a for a, _ in both) / sum(b for _, b in both), 3) for kind, both in seconds.items()}
 
 
 def figures(pairs: list[tuple[Generation, Generation]], engine: Engine) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """The compiled forward: transformers' own forward is its oracle, bits its promise."""
 
+import copy
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,35 @@ def test_rows_and_taps_are_those_of_the_architectures_own_forward(library: ctype
         torch.testing.assert_close(taps[:, :, index], expected.hidden_states[boundary], atol=1e-4, rtol=1e-4)
     normed = forward.target.final_norm(taps[:, :, 2])
     torch.testing.assert_close(normed, expected.hidden_states[4], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, windows", "mistral, window"])
+def test_a_prompt_in_parts_has_the_bits_of_the_whole_which_are_the_architectures_own_states(
+    library: ctypes.CDLL, name: str
+) -> None:
+    """Longer than a block of values, by any number of threads."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.max_position_embeddings = 1024
+    forward, ids, threads = forward_of(library, config), random_ids(700), torch.get_num_threads()
+    forward.cache.reserve(720)
+    last, taps = forward.prefill(ids)
+    cached = [forward.cache.keys[3].clone(), forward.cache.values[3].clone()]
+    expected = forward.target.model(torch.tensor([ids]), output_hidden_states=True)
+    torch.testing.assert_close(forward.logits(last)[0], expected.logits[0, -1], atol=1e-4, rtol=1e-4)
+    own = torch.cat([expected.hidden_states[boundary] for boundary in BOUNDARIES[:2]], dim=-1)
+    torch.testing.assert_close(taps[..., : own.shape[-1]], own, atol=1e-4, rtol=1e-4)
+    ends = (33, 34, 530, 700)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            forward.cache.keys[3].fill_(7.0)
+            parts = [forward.prefill(ids[:end], start) for start, end in zip((0, *ends), ends, strict=False)]
+            assert torch.equal(parts[-1][0], last)
+            assert torch.equal(torch.cat([part for _, part in parts], dim=1), taps)
+            assert torch.equal(forward.cache.keys[3][:, :, :700], cached[0][:, :, :700])
+            assert torch.equal(forward.cache.values[3][:, :, :700], cached[1][:, :, :700])
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])

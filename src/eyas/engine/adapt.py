@@ -2,18 +2,20 @@
 
 Every source of drafted tokens is an arm: the draft, and n-gram matches by their length. An arm keeps how often level i
 was accepted once level i - 1 was, over its late rounds; from that and the cost of a round follow the tokens a second of
-every depth, and the best of arms, depths and plain decoding is run. An arm left aside is tried again after a while,
-which doubles with every try that brought nothing, so that a bad draft costs ever less. Of several texts side by side
-one makes the try, since a draft has all of a text to catch up with before it drafts for it. Costs are measured once,
-before the first text; after that the same texts give the same rounds, whatever the clock says.
+every depth, and the best of arms, depths and plain decoding is run. An arm is first tried at its shallowest, and one
+left aside is tried again after a while, which doubles with every try that brought nothing. What its rounds lost
+against plain decoding, the draft's catching up included, is a debt of which every round pays off PART of a plain step,
+and no try begins in debt: a useless source costs its first rounds, that part and a try, whatever its price. Of several
+texts side by side one makes the try, since a draft has all of a text to catch up with before it drafts for it. Costs
+are measured once, before the first text; after that the same texts give the same rounds, whatever the clock says.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from eyas.engine.costs import RoundCosts
+from eyas.engine.costs import USUAL_ROWS, RoundCosts
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import Proposer
 from eyas.engine.tree import Tree
@@ -29,6 +31,8 @@ MARGIN = 1.03
 """Drafting must promise so much more than plain decoding: costs and acceptance are estimates."""
 TRY, FADE = 6, 0.25
 """Rounds of a try, and what its outcome leaves of what was known before."""
+PART = 0.01
+"""Of a plain step, what every round sets aside for an arm's next try."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
 
@@ -78,27 +82,40 @@ class Arm:
     """Rounds that are left of a try."""
     trier: object = None
     """The text that makes it."""
+    debt: float = 0.0
+    """Plain steps that its rounds lost and that are not paid off yet."""
 
     def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
-        """(tokens a second, depth) of the best of `depths`, the shallower of equals."""
+        """(tokens a second, depth) of the best of `depths`, the shallower of equals; at first only the shallowest."""
+        if not self.survival.tries:
+            depths = depths[:1]
         gained = self.survival.gained(max(depths))
         return max(((gained[d] / seconds[d], d) for d in depths), key=lambda offer: (offer[0], -offer[1]))
 
     def due(self, text: object) -> bool:
         """Whether `text` is to run it though it is not the best."""
-        return self.aside >= self.patience or (self.trying > 0 and self.trier is text)
+        return self._ready or (self.trying > 0 and self.trier is text)
 
     def awaited(self, text: object) -> bool:
         """Whether another text is trying it: what is known of it was let fade, and all would hope at once."""
         return self.trying > 0 and self.trier is not text
 
+    @property
+    def _ready(self) -> bool:
+        return self.aside >= self.patience and self.debt <= 0
+
+    def charge(self, loss: float) -> None:
+        """A round of it lost so many plain steps. Gains, which are negative, pay debts and are not saved."""
+        self.debt = max(0.0, self.debt + loss)
+
     def turn(self, text: object, share: float = 1.0, *, run: bool, best: bool) -> None:
         """A round of `text` goes by in which this arm has something to offer, `share` of a round of all texts. A try
         that begins costs patience, success returns it."""
-        if run and self.aside >= self.patience:
+        if run and self._ready:
             self.survival.fade()
             self.trying, self.patience, self.trier = TRY, min(MOST_PATIENCE, 2 * self.patience), text
         self.trying = max(0, self.trying - run)
+        self.debt = max(0.0, self.debt - PART * share)
         self.aside = 0.0 if run else self.aside + share
         self.streak = self.streak + 1 if run and best else 0
         if self.streak >= PATIENCE:
@@ -118,7 +135,8 @@ class AdaptiveProposer:
         self.sources: list[Proposer] = [source for source in (draft, ngram) if source is not None]
         self.arms: dict[str, Arm] = {}
         self._text, self._share = object(), 1.0
-        self._running: tuple[Arm, int] | None = None
+        self._running: tuple[Arm, int, float, float] | None = None
+        self._behind = 0
 
     def fork(self) -> "AdaptiveProposer":
         """What is learnt by one is known to all."""
@@ -130,7 +148,7 @@ class AdaptiveProposer:
 
     def price(self, costs: RoundCosts, texts: int) -> None:
         """What a round costs from now on, in which so many texts go on: one beside others costs differently."""
-        self.costs, self._share = costs, 1 / texts
+        self.costs, self._share = replace(costs, row=costs.row or self.costs.row), 1 / texts
 
     def reserve(self, rows: int) -> None:
         for source in self.sources:
@@ -138,15 +156,17 @@ class AdaptiveProposer:
 
     def begin(self) -> None:
         """A new text. What was learnt of the sources stays."""
-        self._running = None
+        self._running, self._behind = None, 0
         for source in self.sources:
             source.begin()
 
     def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
         if self._running is not None:
-            arm, drafted = self._running
+            arm, drafted, cost, behind = self._running
             arm.survival.learn(drafted, len(ids) - 1)
+            arm.charge(self._share * (cost - len(ids)) + behind)
             self._running = None
+        self._behind += len(ids)
         for source in self.sources:
             source.observe(taps_BRA, ids, start)
 
@@ -160,9 +180,12 @@ class AdaptiveProposer:
         if name == "draft":
             assert self.draft is not None, "only a draft offers as a draft"
             tree = self.draft.propose(depth)
+            cost, behind = self.costs.draft[tree.depth], max(0, self._behind - USUAL_ROWS) * self.costs.row
+            self._behind = 0
         else:
             tree = Tree(found.tokens[:depth], found.parents[:depth])
-        self._running = (self.arms[name], tree.depth) if tree.tokens else None
+            cost, behind = self.costs.ngram[tree.depth], 0.0
+        self._running = (self.arms[name], tree.depth, cost, behind) if tree.tokens else None
         return tree
 
     def _offers(self, num_steps: int, found: Tree) -> dict[str, tuple[float, int]]:

@@ -80,6 +80,8 @@ def measure_costs(
         uninstall([*layers, *head, *drafting])
 
 
+USUAL_ROWS = 2
+"""Rows that the price of drafting holds: the last token's and one accepted one's."""
 GRAIN = 0.05
 """Costs are told in steps of this share of a plain step, so that most starts of an engine find the same."""
 
@@ -90,6 +92,8 @@ class RoundCosts:
 
     draft: Mapping[int, float]
     ngram: Mapping[int, float]
+    row: float = 0.0
+    """Of every row beyond USUAL_ROWS that the draft catches up on, a text's prompt for one."""
 
 
 def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int) -> RoundCosts:
@@ -110,13 +114,21 @@ def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int
         forward.logits(states).argmax(dim=-1).tolist()
 
     depths = range(num_steps + 1)
-    drafting = dict.fromkeys(depths, 0.0)
+    drafting, behind = dict.fromkeys(depths, 0.0), 0.0
     if draft is not None:
         assert taps is not None, "a draft reads taps"
         draft.reserve(rows)
         draft.begin()
         draft.observe(taps, ids[1 : CONTEXT + 1], 0)
         drafting |= best_seconds(propose, depths[1:])
+
+        def catch_up(rows: int) -> None:
+            draft.begin()
+            draft.observe(taps[:, :rows], ids[1 : rows + 1], 0)
+            draft.propose(1)
+
+        both = best_seconds(catch_up, (USUAL_ROWS, CONTEXT), tries=3)
+        behind = max(0.0, both[CONTEXT] - both[USUAL_ROWS])
     chains = {depth: chain(ids[CONTEXT + 1 :][:depth]) for depth in depths}
     chain_seconds = best_seconds(lambda depth: verify(chains[depth]), depths)
     trees = {depth: trees.get(depth, chains[depth]) for depth in depths}
@@ -129,6 +141,7 @@ def measure_rounds(forward: Forward, draft: DraftProposer | None, num_steps: int
     return RoundCosts(
         {depth: share(drafting[depth] + tree_seconds[depth]) if depth else 1.0 for depth in depths},
         {depth: share(chain_seconds[depth]) for depth in depths},
+        round(share(behind) / (CONTEXT - USUAL_ROWS), 6) if behind else 0.0,
     )
 
 

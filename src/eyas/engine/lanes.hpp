@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -56,6 +57,18 @@ inline Vec fused(Vec a, Vec b, Vec c) {
     return c;
 #endif
 }
+// All lanes the same.
+inline Vec spread(float value) {
+#if defined(__AVX512F__)
+    return _mm512_set1_ps(value);
+#elif defined(__AVX2__)
+    return _mm256_set1_ps(value);
+#else
+    Vec all;
+    for (int i = 0; i < L; i++) all[i] = value;
+    return all;
+#endif
+}
 inline Vec load(const float* from) { return read<Vec>(from); }
 inline Vec load(const BFloat* from) { return (Vec)(widen(from) << 16); }
 inline Vec load(const int8_t* from) { return __builtin_convertvector(widen(from), Vec); }
@@ -79,6 +92,34 @@ inline float sum(Vec value) {
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 #endif
+}
+
+// The lanes of a and b by turns: of their first halves, and of their second.
+inline void interleave(Vec a, Vec b, Vec& low, Vec& high) {
+#if defined(__AVX512F__)
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = _mm512_permutex2var_ps(a, first, b);
+    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+#elif defined(__AVX2__)
+    __m256 lows = _mm256_unpacklo_ps(a, b), highs = _mm256_unpackhi_ps(a, b);
+    low = _mm256_permute2f128_ps(lows, highs, 0x20);
+    high = _mm256_permute2f128_ps(lows, highs, 0x31);
+#else
+    for (int i = 0; i < L; i++) {
+        low[i] = i % 2 ? b[i / 2] : a[i / 2];
+        high[i] = i % 2 ? b[L / 2 + i / 2] : a[L / 2 + i / 2];
+    }
+#endif
+}
+
+// L rows of L lanes to their columns: as many interleavings as L has halves.
+inline void transpose(Vec (&rows)[L]) {
+    for (int stage = L; stage > 1; stage /= 2) {
+        Vec turned[L];
+#pragma GCC unroll 8
+        for (int i = 0; i < L / 2; i++) interleave(rows[i], rows[i + L / 2], turned[2 * i], turned[2 * i + 1]);
+        std::memcpy(rows, turned, sizeof turned);
+    }
 }
 
 // e^x to about 1e-7, by range reduction and a polynomial (Cephes' expf).

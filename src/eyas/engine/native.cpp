@@ -9,43 +9,9 @@
 
 #include <omp.h>
 
-#include "products.hpp"
+#include "attention.hpp"
 
 namespace {
-
-struct Layer {
-    Matrix q, k, v, o, gate, up, down;
-    const float *input_norm, *hidden_norm, *post_norm, *q_norm, *k_norm;  // null where there is none
-    int64_t window;                                                      // 0: none
-};
-
-struct Model {
-    const Layer* layers;
-    int64_t count, hidden, heads, kv_heads, width, inner;
-    Matrix embedding;
-    const float *final_norm, *cos, *sin;  // rope tables [positions, E]
-    int64_t cache_kind, norm_before_residual;
-    float eps, scale;
-};
-
-// One text's rows in a forward, which begin at `row`, and its cache.
-struct Text {
-    void *const *keys, *const *values;  // [K, S, E] a layer
-    const int64_t* followed;  // [rows, depths]: a row's token at position base + d lies in slot base + followed[., d]; null: d
-    int64_t slots, base, first, depths, row;  // its i-th row lies in slot base + first + i
-};
-
-struct Step {
-    const int64_t *ids, *positions, *owner;  // owner: which of `texts` a row belongs to
-    const Text* texts;
-    int64_t rows, slots;                // slots: the most of any text
-    const float* state;                 // [R, H]: a draft's fed states; null for a target
-    float *last, *normed;               // [R, H] each: the last layer's output, and its final norm (may be null)
-    const int64_t* boundaries;          // `taps` of them, ascending
-    float* taps;                        // [R, taps, H]
-    int64_t tapped, threads, last_only, prompt;     // prompt: rows that need no fixed order of sums
-    float* scratch;
-};
 
 struct Range {
     int64_t from, to;
@@ -58,10 +24,12 @@ struct Worker {
         int64_t units = (total + unit - 1) / unit;
         return {std::min(total, units * index / count * unit), std::min(total, units * (index + 1) / count * unit)};
     }
+    // Outputs of a product, of which a worker has the same in every matrix of that many.
+    Range outputs(int64_t total, bool prompt) const { return share(total, prompt ? WIDE : 8); }
     // `widened`: room for WIDE weight rows, for a prompt's product; null for a few rows.
     void multiply(const Matrix& m, const float* x, int64_t stride, int64_t rows, const Sink& sink,
                   float* widened = nullptr) const {
-        auto [from, end] = share(m.out, 8);
+        auto [from, end] = outputs(m.out, widened);
         if (widened) {
             auto run = m.kind == FLOAT32    ? prompt_product<float>
                        : m.kind == BFLOAT16 ? prompt_product<BFloat>
@@ -74,116 +42,17 @@ struct Worker {
     }
 };
 
-void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* to) {
-    Vec squares = {};
-    int64_t i = 0;
-    for (; i + L <= width; i += L) squares = fused(load(x + i), load(x + i), squares);
-    float total = sum(squares);
-    for (int64_t k = i; k < width; k++) total += x[k] * x[k];
-    float scale = 1.f / std::sqrt(total / width + eps);
-    for (i = 0; i + L <= width; i += L) store(to + i, load(x + i) * scale * load(weight + i));
-    for (; i < width; i++) to[i] = x[i] * scale * weight[i];
-}
-
-// In place, or rounded into the cache.
-template <class C>
-void rope(const float* x, const float* cos, const float* sin, int64_t width, C* to) {
-    int64_t half = width / 2;
-    for (int64_t i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
-        put(to[i], a * cos[i] - b * sin[i]);
-        put(to[i + half], b * cos[i + half] + a * sin[i + half]);
-    }
-}
-
-template <class C>
-struct Attention {
-    const Model& m;
-    const Step& step;
-    const Text& text;
-    const Layer& layer;
-    C *keys, *values;
-
-    Attention(const Model& m, const Step& s, int64_t index, int64_t row)
-        : m(m), step(s), text(s.texts[s.owner[row]]), layer(m.layers[index]), keys((C*)text.keys[index]),
-          values((C*)text.values[index]) {}
-
-    int64_t slot(int64_t row, int64_t position) const {
-        int64_t depth = position - text.base;
-        if (depth < 0 || !text.followed) return position;
-        return text.base + text.followed[(row - text.row) * text.depths + depth];
-    }
-
-    void remember(int64_t row, int64_t head, float* key, const float* value) const {
-        int64_t slot = head * text.slots + text.base + text.first + row - text.row;
-        int64_t place = slot * m.width, at = step.positions[row] * m.width;
-        if (layer.k_norm) rms_norm(key, layer.k_norm, m.width, m.eps, key);
-        rope(key, m.cos + at, m.sin + at, m.width, keys + place);
-        for (int64_t e = 0; e < m.width; e++) put(values[place + e], value[e]);
-    }
-
-    // The context of one head of one row; `scores` has room for its positions and a vector more.
-    void attend(int64_t row, int64_t head, float* query, float* scores, float* context) const {
-        int64_t position = step.positions[row], width = m.width;
-        if (layer.q_norm) rms_norm(query, layer.q_norm, width, m.eps, query);
-        rope(query, m.cos + position * width, m.sin + position * width, width, query);
-        int64_t group = head / (m.heads / m.kv_heads) * text.slots * width;
-        const C *keys = this->keys + group, *values = this->values + group;
-        int64_t from = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
-        int64_t count = position + 1 - from;
-        for (int64_t j = from; j <= position; j++) {
-            float score[1];
-            dots<C, 1>(keys + slot(row, j) * width, width, query, width, score);
-            scores[j - from] = score[0] * m.scale;
-        }
-        float total = softmax(scores, count);
-        int64_t e = 0;
-        for (; e + 4 * L <= width; e += 4 * L) blend<4>(row, from, count, scores, values + e, total, context + e);
-        for (; e + L <= width; e += L) blend<1>(row, from, count, scores, values + e, total, context + e);
-        for (; e < width; e++) {
-            float mixed = 0;
-            for (int64_t k = 0; k < count; k++) mixed += scores[k] * one(values[slot(row, from + k) * width + e]);
-            context[e] = mixed / total;
-        }
-    }
-
-    // Scores to their exponentials; returns the sum.
-    static float softmax(float* scores, int64_t count) {
-        float highest = *std::max_element(scores, scores + count);
-        Vec sums = {};
-        std::fill(scores + count, scores + (count + L - 1) / L * L, -INFINITY);
-        for (int64_t k = 0; k < count; k += L) store(scores + k, exponential(load(scores + k) - highest));
-        std::fill(scores + count, scores + (count + L - 1) / L * L, 0.f);
-        for (int64_t k = 0; k < count; k += L) sums += load(scores + k);
-        return sum(sums);
-    }
-
-    template <int B>
-    void blend(int64_t row, int64_t from, int64_t count, const float* weights, const C* values, float total,
-               float* context) const {
-        Vec even[B] = {}, odd[B] = {};  // two chains of sums, by the parity of a position's place
-        int64_t k = 0;
-        for (; k + 2 <= count; k += 2) {
-            const C *a = values + slot(row, from + k) * m.width, *b = values + slot(row, from + k + 1) * m.width;
-            for (int i = 0; i < B; i++) even[i] = fused(Vec{} + weights[k], load(a + i * L), even[i]);
-            for (int i = 0; i < B; i++) odd[i] = fused(Vec{} + weights[k + 1], load(b + i * L), odd[i]);
-        }
-        if (k < count)
-            for (int i = 0; i < B; i++)
-                even[i] = fused(Vec{} + weights[k], load(values + slot(row, from + k) * m.width + i * L), even[i]);
-        for (int i = 0; i < B; i++) store(context + i * L, (even[i] + odd[i]) / total);
-    }
-};
-
 // silu(gate) * up of columns [from, to), into gate.
 void gated(float* gate, const float* up, int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i += L) {
+    auto silu = [](Vec x, Vec up) { return x / (1.f + exponential(-x)) * up; };
+    int64_t i = from;
+    for (; i + L <= to; i += L) store(gate + i, silu(load(gate + i), load(up + i)));
+    if (i < to) {
         float g[L] = {}, u[L] = {};
         size_t bytes = sizeof(float) * std::min<int64_t>(L, to - i);
         std::memcpy(g, gate + i, bytes);
         std::memcpy(u, up + i, bytes);
-        Vec x = load(g);
-        store(g, x / (1.f + exponential(-x)) * load(u));
+        store(g, silu(load(g), load(u)));
         std::memcpy(gate + i, g, bytes);
     }
 }
@@ -207,8 +76,8 @@ struct Buffers {
         context = take(rows * m.heads * m.width);
         gate = take(rows * m.inner);
         up = take(rows * m.inner);
-        int64_t own = rows * 2 * m.hidden + 16, scored = slots + 2 * L;
-        int64_t weights = WIDE * std::max({2 * m.hidden, m.inner, m.heads * m.width});
+        int64_t own = (rows * 2 * m.hidden + 15) / 16 * 16, scored = m.heads / m.kv_heads * TALL * (slots + 2 * WIDE);
+        int64_t weights = WIDE * std::max({2 * m.hidden, m.inner, m.heads * m.width, BLOCK});
         int64_t all = (own + scored + weights + 15) / 16 * 16;
         normed = take(threads * all) + thread * all;
         scores = normed + own;
@@ -241,7 +110,17 @@ void attention(const Model& m, int64_t index, const Step& s, int64_t gone, const
         Attention<C>(m, s, index, row).remember(row, head, b.key + place, b.value + place);
     }
 #pragma omp barrier
-    auto [q0, q1] = w.share(m.heads * kept);
+    if (s.prompt) {
+        int64_t tiles = (kept + TALL - 1) / TALL;
+        auto [t0, t1] = w.share(m.kv_heads * tiles);
+        for (int64_t job = t0; job < t1; job++) {
+            int64_t head = job / tiles, tile = job % tiles, row = kept * tile / tiles;
+            PromptAttention<C>(m, s, index, gone, head, row, kept * (tile + 1) / tiles - row, b.query, b.context,
+                               b.scores, b.widened)
+                .run();
+        }
+    }
+    auto [q0, q1] = w.share(s.prompt ? 0 : m.heads * kept);
     for (int64_t job = q0; job < q1; job++) {
         int64_t head = job / kept, row = job % kept, place = row * q + head * m.width;
         Attention<C>(m, s, index, gone + row).attend(gone + row, head, b.query + place, b.scores, b.context + place);
@@ -276,7 +155,7 @@ void run_layer(const Model& m, int64_t index, const Step& s, const Buffers& b, c
     for (int64_t row = 0; row < kept; row++) rms_norm(x + row * H, layer.post_norm, H, m.eps, normed + row * H);
     w.multiply(layer.gate, normed, H, kept, {b.gate, F, false}, widened);
     w.multiply(layer.up, normed, H, kept, {b.up, F, false}, widened);
-    auto [from, to] = w.share(F, 8);
+    auto [from, to] = w.outputs(F, widened);  // a worker's own: no barrier between
     for (int64_t row = 0; row < kept; row++) gated(b.gate + row * F, b.up + row * F, from, to);
 #pragma omp barrier
     w.multiply(layer.down, b.gate, F, kept, {x, H, true}, widened);

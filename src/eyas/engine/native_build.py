@@ -21,7 +21,7 @@ from eyas.progress import say
 from eyas.run import cache_folder, hash_bytes
 
 SOURCE = Path(__file__).with_name("native.cpp")
-HEADERS = (SOURCE.with_name("products.hpp"), SOURCE.with_name("lanes.hpp"))
+HEADERS = tuple(SOURCE.with_name(f"{name}.hpp") for name in ("attention", "products", "lanes"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
 CPU = Path("/proc/cpuinfo")

@@ -56,6 +56,13 @@ struct Sink {
         float& place = y[row * pitch + o];
         place = add ? place + value : value;
     }
+    // Outputs o to o + L - 1 of a row.
+    void put_lanes(const Matrix& m, int64_t row, int64_t o, Vec value) const {
+        if (m.scale) value *= load(m.scale + o);
+        if (m.bias) value += load(m.bias + o);
+        float* place = y + row * pitch + o;
+        store(place, add ? load(place) + value : value);
+    }
 };
 
 template <class W, int R>
@@ -78,49 +85,82 @@ void product(const Matrix& m, int64_t o, int64_t end, const float* x, int64_t st
         }
 }
 
-// The same for a prompt, whose rows need no fixed order of sums: tiles of TALL rows by WIDE outputs, widened once.
-constexpr int TALL = 6, WIDE = 4;
+// The same for a prompt, whose rows need no order of sums that single rows share: WIDE outputs at a time are widened and
+// turned, so that a lane is an output, and kept in the second cache while tiles of TALL rows pass over them. A row's sum
+// runs along its inputs in one lane, whatever tile it is in.
+constexpr int TALL = L == 16 ? 14 : 6, WIDE = 2 * L;  // 2 * TALL sums and a few operands fill the registers
+
+// [WIDE, in] of the matrix to [in, WIDE], rows beyond `wide` repeating the last.
+template <class W>
+void turn(const W* w, int64_t in, int64_t wide, float* to) {
+    int64_t i = 0;
+    for (; i + L <= in; i += L)
+        for (int half = 0; half < 2; half++) {
+            Vec block[L];
+            for (int o = 0; o < L; o++) block[o] = load(w + std::min<int64_t>(half * L + o, wide - 1) * in + i);
+            transpose(block);
+            for (int k = 0; k < L; k++) store(to + (i + k) * WIDE + half * L, block[k]);
+        }
+    for (; i < in; i++)
+        for (int o = 0; o < WIDE; o++) to[i * WIDE + o] = one(w[std::min<int64_t>(o, wide - 1) * in + i]);
+}
 
 template <int R>
-inline void tile(const Matrix& m, int64_t o, int64_t wide, const float* w, const float* x, int64_t stride, int64_t row,
-                 const Sink& sink) {
-    Vec acc[WIDE][R] = {};
-    int64_t i = 0;
+void tile(const Matrix& m, int64_t o, int64_t wide, const float* turned, const float* x, int64_t stride, int64_t row,
+          const Sink& sink) {
+    Vec left[R] = {}, right[R] = {};
     x += row * stride;
-    for (; i + L <= m.in; i += L) {
-        Vec xs[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) xs[r] = load(x + r * stride + i);
-#pragma GCC unroll 8
-        for (int b = 0; b < WIDE; b++) {
-            Vec weight = load(w + b * m.in + i);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) acc[b][r] = fused(weight, xs[r], acc[b][r]);
+    for (int64_t i = 0; i < m.in; i++) {
+        Vec a = load(turned + i * WIDE), b = load(turned + i * WIDE + L);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            Vec value = spread(x[r * stride + i]);
+            left[r] = fused(a, value, left[r]);
+            right[r] = fused(b, value, right[r]);
         }
     }
-    float out[WIDE][R];
-#pragma GCC unroll 8
-    for (int b = 0; b < WIDE; b++)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) out[b][r] = sum(acc[b][r]);
-    for (int b = 0; b < wide; b++)
+    if (wide == WIDE)
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            for (int64_t k = i; k < m.in; k++) out[b][r] += w[b * m.in + k] * x[r * stride + k];
-            sink.put(m, row + r, o + b, out[b][r]);
+            sink.put_lanes(m, row + r, o, left[r]);
+            sink.put_lanes(m, row + r, o + L, right[r]);
         }
+    else
+        for (int r = 0; r < R; r++) {
+            float out[WIDE];
+            store(out, left[r]);
+            store(out + L, right[r]);
+            for (int64_t k = 0; k < wide; k++) sink.put(m, row + r, o + k, out[k]);
+        }
+}
+
+template <int... R>
+void tile_of(int64_t rows, const Matrix& m, int64_t o, int64_t wide, const float* turned, const float* x,
+             int64_t stride, int64_t row, const Sink& sink, std::integer_sequence<int, R...>) {
+    static constexpr decltype(&tile<1>) table[] = {tile<R + 1>...};
+    table[rows - 1](m, o, wide, turned, x, stride, row, sink);
+}
+
+// Rows [row, row + rows) of at most TALL.
+inline void tile_of(int64_t rows, const Matrix& m, int64_t o, int64_t wide, const float* turned, const float* x,
+                    int64_t stride, int64_t row, const Sink& sink) {
+    tile_of(rows, m, o, wide, turned, x, stride, row, sink, std::make_integer_sequence<int, TALL>());
 }
 
 template <class W>
 void prompt_product(const Matrix& m, int64_t o, int64_t end, const float* x, int64_t stride, int64_t rows,
-                    const Sink& sink, float* widened) {
+                    const Sink& sink, float* turned) {
+    int64_t parts = (rows + TALL - 1) / TALL;
     for (; o < end; o += WIDE) {
-        int64_t wide = std::min<int64_t>(WIDE, end - o), count = wide * m.in, i = 0;
+        int64_t wide = std::min<int64_t>(WIDE, end - o), next = wide * m.in * sizeof(W);
         const W* w = (const W*)m.data + o * m.in;
-        for (; i + L <= count; i += L) store(widened + i, load(w + i));
-        for (; i < count; i++) widened[i] = one(w[i]);
-        int64_t row = 0;
-        for (; row + TALL <= rows; row += TALL) tile<TALL>(m, o, wide, widened, x, stride, row, sink);
-        for (; row < rows; row++) tile<1>(m, o, wide, widened, x, stride, row, sink);
+        turn(w, m.in, wide, turned);
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
+            for (int64_t at = next * part / parts / 64 * 64; at < next * (part + 1) / parts; at += 64)
+                __builtin_prefetch((const char*)(w + wide * m.in) + at, 0, 2);  // the next outputs' weights
+            tile_of(count, m, o, wide, turned, x, stride, row, sink);
+        }
     }
 }
 
