@@ -10,6 +10,7 @@
 # make shipped   the draft that comes with Eyas, made anew: hours of two cores; resumes (docs/shipped.md)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
 # make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
+# make bench-distributed   training by two processes of one thread over one (two minutes)
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make bench-peers     beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face; ARGS="--limit 20"; setup-bench-peers first
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch

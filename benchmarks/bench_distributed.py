@@ -1,0 +1,151 @@
+"""Training tokens a second by two processes over one, each with one thread: `make bench-distributed`.
+
+    python benchmarks/bench_distributed.py --tokens 256 2048 --parallel ddp fsdp [--processes 2] [--seconds 12]
+
+Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, AdamW) on
+random states of the default target's shape. Both take the same global batch; the order of runs alternates, and the
+ratio is that of the best runs. Writes `bench/out/distributed.json`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_train import HIDDEN, VOCAB, RandomTeacher, shape
+from torch import Tensor
+
+from eyas.data.shards import Entry, NormState, Sample
+from eyas.models.checkpoint import DraftInfo
+from eyas.models.draft import Draft
+from eyas.models.vocab import build_vocab
+from eyas.recipe import TrainSettings
+from eyas.run import machine, versions, write_atomic
+from eyas.training.batches import Batches
+from eyas.training.distributed import joined
+from eyas.training.loop import Trainer
+
+OUT = Path("bench/out/distributed.json")
+LENGTH, PROMPT, DRAFT_VOCAB = 204, 64, 8192
+
+
+class RandomSamples:
+    """Answers of the default target's usual length, each the same states: what is read costs what reading costs."""
+
+    boundaries = (2, 15, 27)
+    last_hidden_norm: NormState = "before"
+    greedy = True
+
+    def __init__(self, count: int) -> None:
+        self.samples = [Entry(str(number), "train", "", 0, LENGTH, PROMPT) for number in range(count)]
+        generator = torch.Generator().manual_seed(0)
+        self.taps = torch.randn(LENGTH, 3 * HIDDEN, generator=generator)
+        self.last = torch.randn(LENGTH, HIDDEN, generator=generator)
+        self.ids_T = torch.randint(0, DRAFT_VOCAB, (LENGTH,), generator=generator)
+
+    def read_all(self, numbers: Sequence[int]) -> list[Sample]:
+        states = (self.taps, self.last, self.ids_T)
+        return [Sample(str(n), "train", *(t.clone() for t in states), self.mask(n)) for n in numbers]
+
+    def mask(self, number: int) -> Tensor:
+        return torch.arange(LENGTH) >= PROMPT
+
+    def ids(self, number: int) -> list[int]:
+        return self.ids_T.tolist()
+
+    def of_split(self, split: str) -> list[int]:
+        return list(range(len(self.samples)))
+
+
+def work(options: argparse.Namespace) -> None:
+    """One of the processes, or the only one: a line of JSON by the first."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = []
+    with joined(TrainSettings(rank_timeout_s=60, device="cpu")) as ranks:
+        for parallel in options.parallel if ranks.size > 1 else ["alone"]:
+            for tokens in options.tokens:
+                trainer = made(tokens, "ddp" if parallel == "alone" else parallel, ranks)
+                trainer.advance()
+                trainer.advance()
+                started, steps = time.perf_counter(), 0
+                while not ranks.any(time.perf_counter() - started > options.seconds):
+                    trainer.advance()
+                    steps += 1
+                seconds = (time.perf_counter() - started) / steps
+                line = trainer.advance()
+                done = {"tokens": trainer.tokens // trainer.step, "tok_s": trainer.tokens / trainer.step / seconds}
+                found.append({"parallel": parallel, "batch_tokens": tokens, "loss": line["loss"], **done})
+        if ranks.leads:
+            print(json.dumps(found), flush=True)
+
+
+def made(tokens: int, parallel: Any, ranks: Any) -> Trainer:
+    """A trainer of the default target's draft whose steps have `tokens` or a little less."""
+    count = max(2, tokens // LENGTH)
+    samples, steps = RandomSamples(count), 10_000
+    torch.manual_seed(0)
+    config = shape(DRAFT_VOCAB)
+    draft = Draft(config)
+    draft.share_embedding(torch.randn(VOCAB, HIDDEN))
+    draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), DRAFT_VOCAB)
+    settings = TrainSettings(batch_tokens=max(tokens, count * LENGTH), parallel=parallel, precision="float32")
+    teacher: Any = RandomTeacher(DRAFT_VOCAB)
+    batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on="assistant", argmax_file=Path(os.devnull))
+    plan = [[list(range(count))]] * steps
+    info: Any = DraftInfo.model_construct()
+    return Trainer(draft, info, teacher, batches, plan, [LENGTH] * count, settings, torch.float32, ranks)
+
+
+def launch(processes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    alone = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    alone += [] if processes == 1 else [f"--nproc-per-node={processes}"]
+    flags = ["--work", "--tokens", *map(str, options.tokens), "--parallel", *options.parallel]
+    command = [*alone, __file__, *flags, "--seconds", str(options.seconds)]
+    ran = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+    return json.loads(ran.stdout.decode().strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--parallel", nargs="+", default=["ddp"])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for pair in range(options.pairs):
+        for processes in (1, options.processes) if pair % 2 == 0 else (options.processes, 1):
+            for one in launch(processes, options):
+                runs.setdefault((one["parallel"], one["batch_tokens"]), []).append(one)
+    best = {key: max(found, key=lambda one: one["tok_s"]) for key, found in runs.items()}
+    rows = []
+    for (parallel, tokens), many in best.items():
+        if parallel == "alone":
+            continue
+        alone = best["alone", tokens]
+        ratio = many["tok_s"] / alone["tok_s"]
+        row = {"parallel": parallel, "batch_tokens": many["tokens"], "processes": options.processes, "ratio": ratio}
+        rows.append(
+            row | {"tok_s": many["tok_s"], "tok_s_alone": alone["tok_s"], "losses": [many["loss"], alone["loss"]]}
+        )
+        told = f"{many['tok_s']:,.0f} tokens/s by {options.processes} processes, {alone['tok_s']:,.0f} by one"
+        print(f"{parallel}, {many['tokens']} tokens a step: {told}: {ratio:.2f} times")
+    facts = {"machine": machine(), "versions": versions(), "runs": [one for found in runs.values() for one in found]}
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(OUT, json.dumps({"rows": rows, **facts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
