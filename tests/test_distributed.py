@@ -254,6 +254,20 @@ def test_muon_moves_shards_as_it_moves_whole_matrices(
 
 
 @SLOW
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "shape", [["--draft.method=peagle"], ["--draft.num-hidden-layers=2", "--draft.block=qwen3"], ["--draft.block=mla"]]
+)
+def test_other_drafts_are_shared_too(
+    tmp_path: Path, argv: Callable[..., list[str]], shape: list[str], parallel: str
+) -> None:
+    shape = [*shape, f"--learning-rate={STILL}"]
+    fine(together(tmp_path / "log", 2, command, argv("two", f"--parallel={parallel}", *shape)))
+    main_alone(argv("one", *shape))
+    same_run(tmp_path / "two", tmp_path / "one")
+
+
+@SLOW
 def test_online_training_is_shared_too(tmp_path: Path, tiny_target: Path) -> None:
     """Each process runs a target of its own for its part of the samples."""
     responses = write_responses(tmp_path / "responses", load_target(str(tiny_target)), [12, 20, 31, 18, 25, 14, 40])

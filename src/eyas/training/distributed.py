@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -144,6 +145,7 @@ def joined(settings: TrainSettings) -> Generator[Ranks]:
         return
     if not place.leads:
         mute()
+        warnings.simplefilter("ignore")  # the first one's are the same
     ranks = meet(place, device, timedelta(seconds=settings.rank_timeout_s))
     try:
         on_sigterm(ranks.stopping)

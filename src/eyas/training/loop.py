@@ -184,7 +184,8 @@ def train_among(
     manifest = read_manifest(data)
     online = data_is_online(manifest, settings, data)
     settings = settings.model_copy(update={"online": online})
-    stage = opened(ranks, data, manifest.stage, out, recorded(settings, shape, named, capture if online else None))
+    kept = recorded(settings, shape, named, capture if online else None)
+    stage = opened(ranks, data, manifest.stage, out, kept, settings)
     if stage.complete is not None:
         return stage.complete
     if ranks.leads and "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
@@ -237,6 +238,7 @@ def prepare(
     folder = ranks.share(next(reversed(step_folders(out)), None))
     if folder is not None:
         draft, info = load_checkpoint(folder, target.embedding)
+        draft.to(ranks.device)
     else:
         draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
     trainable(draft)

@@ -59,12 +59,14 @@ def recorded(
     return sections | {name: section.model_dump(mode="json") for name, section in rest.items()}
 
 
-def opened(ranks: Ranks, data: Path, kind: str, out: Path, settings: JSON) -> Stage:
+def opened(ranks: Ranks, data: Path, kind: str, out: Path, settings: JSON, train: TrainSettings) -> Stage:
     """The stage's folder as the first process begins it, and as the others follow it: without its lock.
 
     Raises InputError where they were started with different settings or data, or do not see one folder.
     """
-    ranks.check_same({**flat(settings), f"the {kind}": manifest_hash(data), "torch": torch.__version__}, data)
+    uncompared = {f"train.{name}": getattr(train, name) for name in NOT_COMPARED}
+    made_with = {f"the {kind}": manifest_hash(data), "torch": torch.__version__, "device": ranks.device.type}
+    ranks.check_same({**flat(settings), **uncompared, **made_with}, data)
     if ranks.leads:
         stage = begin(out, "draft", settings, {kind: data})
         ranks.share((stage.complete, stage.decided))
