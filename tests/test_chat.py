@@ -10,6 +10,7 @@ from rich.console import Console
 
 from eyas.cli.program import main
 from eyas.clients.chat import Part, Stats, parts_of
+from eyas.errors import InputError
 from eyas.pipeline.chat import Chat, converse
 from eyas.pipeline.chat_engine import EngineChat
 from eyas.recipe import ChatSettings, TargetSettings
@@ -58,6 +59,33 @@ def test_an_answer_cut_off_stays_as_far_as_it_came() -> None:
     source, _, result = talk(["go stop never", "on"])
     assert result["turns"][0]["assistant"] == "go stop "
     assert [message["content"] for message in source.heard[1]] == ["go stop never", "go stop ", "on"]
+
+
+class Refusing(Parrot):
+    """Takes conversations of two turns at most."""
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[Part | Stats]:
+        if len(messages) > 3:
+            raise InputError(wanted="a short conversation", got="a long one", where="here", next="/new")
+        yield from super().answer(messages)
+
+
+def test_a_refused_turn_is_not_said_and_the_conversation_goes_on() -> None:
+    source, out = Refusing(), io.StringIO()
+    result = converse(Chat(source, ChatSettings()), ["one", "two", "three", "/new", "four"], Console(file=out))
+    assert [turn["user"] for turn in result["turns"]] == ["one", "two", "four"]
+    assert out.getvalue().split() == ["one", "two", "four"]
+
+
+def test_a_pipe_ends_at_a_refusal_and_at_an_interruption() -> None:
+    with pytest.raises(InputError):
+        converse(
+            Chat(Refusing(), ChatSettings(), patient=False),
+            ["one", "two", "three", "four"],
+            Console(file=io.StringIO()),
+        )
+    with pytest.raises(KeyboardInterrupt):
+        converse(Chat(Parrot(), ChatSettings(), patient=False), ["go stop", "on"], Console(file=io.StringIO()))
 
 
 def test_accepted_text_is_underlined_on_request_and_markup_is_text() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.server.detokenise import Detokeniser, StopWatch
+from eyas.engine.server.detokenise import LETTERS, Detokeniser, StopWatch, bytes_of
 from tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -73,3 +73,11 @@ def test_what_is_shown_ends_before_the_first_stop_string_whatever_the_pieces(
 def test_only_what_may_begin_a_stop_is_held_back(pieces: list[str], shown: list[str]) -> None:
     watch = StopWatch(["abc"])
     assert [watch.add(piece) for piece in pieces] == shown
+
+
+def test_a_part_of_a_character_is_its_bytes() -> None:
+    assert bytes_of("a b", "a\u0120b") == b"a b", "what is whole is its text"
+    assert bytes_of("\N{REPLACEMENT CHARACTER}", "\u00e2\u0124") == b"\xe2\x82"
+    assert bytes_of("\N{REPLACEMENT CHARACTER}", "<0xE2>") == b"\xe2"
+    assert bytes_of("\N{REPLACEMENT CHARACTER}", "\u4e00") == "\N{REPLACEMENT CHARACTER}".encode(), "another alphabet"
+    assert sorted(LETTERS.values()) == list(range(256)) and LETTERS["\u0120"] == ord(" ")

@@ -1,6 +1,7 @@
 """The embedded server as a process on a tiny target: OpenAI's client unchanged, errors in OpenAI's shape, limits, an
 orderly end."""
 
+import asyncio
 import json
 import os
 import re
@@ -33,6 +34,13 @@ from tiny import save_tiny_target
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 LONG: list[Any] = [{"role": "user", "content": "x" * 2000}]
+TWO_WAYS = {"add_generation_prompt": True, "continue_final_message": True}
+TEMPLATE = {"chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+TOOLS_OWN = {"role": "tool", "content": "x", "tool_call_id": "1"}
+NOT_SERVED = "unsupported_parameter"
 TWO_LIMITS = {"max_tokens": 2, "max_completion_tokens": 3}
 LIMITS = ("--max-running", "3", "--max-waiting", "3", "--max-output", "900", "--max-body", "20000", "--grace-s", "20")
 FLAGS = ("--ngram", "3", *LIMITS)
@@ -182,6 +190,67 @@ def test_logprobs_are_listed_most_likely_first(client: openai.OpenAI) -> None:
     assert [n.logprob for one in streamed if one for n in one.content] == [note.logprob for note in content]
 
 
+def test_every_choice_has_its_own_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked = {"n": 3, "logprobs": True, "top_logprobs": 2, "temperature": 1.5, "seed": 5}
+    whole = [
+        [(note.token, note.logprob) for note in choice.logprobs.content] for choice in chat(client, **asked).choices
+    ]
+    streamed: list[list[Any]] = [[], [], []]
+    for event in chat(client, stream=True, **asked):
+        for choice in event.choices:
+            notes = choice.logprobs.content if choice.logprobs else []
+            streamed[choice.index] += [(note.token, note.logprob) for note in notes]
+    assert streamed == whole and [len(notes) for notes in whole] == [24, 24, 24]
+    assert whole[0] != whole[1] != whole[2]
+
+
+def test_bytes_of_tokens_join_to_the_text_where_characters_are_split(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        choice = chat(client, temperature=2, seed=seed, logprobs=True, extra_body={"ignore_eos": True}).choices[0]
+        joined = bytes(byte for note in choice.logprobs.content for byte in note.bytes or ())
+        assert len(joined) >= 24, "a token of this tokenizer is a byte, or a special one's name"
+        spelt = bytes(byte for note in choice.logprobs.content if "<|" not in note.token for byte in note.bytes or ())
+        assert spelt.decode(errors="replace") == choice.message.content
+
+
+def test_a_stream_is_the_whole_answer_cut_at_characters_and_stop_strings(client: openai.OpenAI) -> None:
+    """Random bytes: half of them are parts of characters that never come, and stop strings lie over several tokens."""
+    for seed in range(6):
+        asked = {"temperature": 2, "seed": seed, "extra_body": {"ignore_eos": True}}
+        text = chat(client, **asked).choices[0].message.content
+        for stop in (None, ["never", text[4:7]], [text[9:12]]):
+            whole = chat(client, stop=stop, **asked).choices[0]
+            parts = [
+                e.choices[0].delta.content or "" for e in chat(client, stop=stop, stream=True, **asked) if e.choices
+            ]
+            assert "".join(parts) == whole.message.content
+            assert whole.message.content == (text if stop is None else text[: text.index(stop[-1])])
+
+
+def test_asyncio_clients_stream_side_by_side(served: Served) -> None:
+    async def ask(client: openai.AsyncOpenAI, words: str) -> str:
+        said: list[Any] = [{"role": "user", "content": words}]
+        made = client.chat.completions
+        stream = await made.create(model="tiny", messages=said, stream=True, temperature=0, max_tokens=40)
+        return "".join([event.choices[0].delta.content or "" async for event in stream if event.choices])
+
+    async def six() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
+            alone = [await ask(client, words) for words in ("a", "b")]
+            return alone + list(await asyncio.gather(*(ask(client, words) for words in ("a", "b") * 3)))
+
+    answers = asyncio.run(six())
+    assert answers == answers[:2] * 4 and answers[0] != answers[1]
+
+
+def test_a_client_that_leaves_within_its_body_leaves_no_trace(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port)) as raw:
+        raw.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"prompt"')
+        time.sleep(0.2)
+    assert served.settled() and served.get("/health").status_code == 200
+    assert "Traceback" not in served.log.read_text()
+
+
 def test_stops_end_the_answer_and_are_not_part_of_it(client: openai.OpenAI, served: Served) -> None:
     full = chat(client).choices[0].message.content
     stop = full[6:8]
@@ -252,6 +321,21 @@ def test_chat_talks_to_it_with_marks(served: Served) -> None:
         ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "invalid_value", None),
         ("chat/completions", {"messages": HELLO, "stream_options": {}}, 400, "invalid_value", None),
         ("chat/completions", {"messages": HELLO, "logit_bias": {"259": 1}}, 400, None, "logit_bias"),
+        ("chat/completions", {"messages": HELLO, "tools": [TOOL]}, 400, NOT_SERVED, "tools"),
+        ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, NOT_SERVED, "tool_choice"),
+        ("chat/completions", {"messages": HELLO, "functions": [TOOL]}, 400, NOT_SERVED, "functions"),
+        ("chat/completions", {"messages": HELLO, "response_format": JSON}, 400, NOT_SERVED, "response_format"),
+        ("chat/completions", {"messages": [TOOLS_OWN]}, 400, NOT_SERVED, "messages.0.tool_call_id"),
+        ("chat/completions", {"messages": [PICTURE]}, 400, NOT_SERVED, "messages.0.content.0.image_url"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "invalid_value", "messages.0.co"),
+        ("chat/completions", {"messages": HELLO, "stop": ["a", ""]}, 400, "invalid_value", "stop.1"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json", None),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "invalid_value", "temperature"),
+        ("chat/completions", {"messages": HELLO, **TWO_WAYS}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": TEMPLATE}, 400, "invalid_value", "chat_te"),
+        ("chat/completions", {"messages": HELLO, "n": 17}, 400, "invalid_value", "n"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "invalid_value", None),
+        ("completions", {"prompt": [[1], ["a"]]}, 400, "invalid_value", "prompt.1.0"),
         ("chat/completions", {"messages": LONG}, 400, "context_length_exceeded", "prompt"),
         ("completions", {"prompt": [259]}, 400, None, "prompt"),
         ("completions", {"prompt": ""}, 400, "empty_prompt", "prompt"),
@@ -276,8 +360,9 @@ def test_unknown_paths_and_methods_are_told_too(served: Served, client: openai.O
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    with pytest.raises(openai.BadRequestError, match="Unknown field: functions"):
-        chat(client, extra_body={"functions": []})
+    with pytest.raises(openai.BadRequestError, match="Unknown field: toools"):
+        chat(client, extra_body={"toools": []})
+    assert chat(client, tools=[], tool_choice="none", response_format={"type": "text"}).choices[0].message.content
 
 
 def test_a_full_house_is_told_at_once_and_disturbs_nobody(served: Served) -> None:

@@ -1,6 +1,7 @@
 """Servers: start one, watch it, stop it."""
 
 import os
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,7 +153,8 @@ def chat_command(
             source = EngineChat(target.settings, settings, chosen)
         console = Console(highlight=False, stderr=common.json)
         with closing(source):
-            return converse(Chat(source, settings), prompt or typed(), console)
+            patient = prompt is None and sys.stdin.isatty()
+            return converse(Chat(source, settings, patient), prompt or typed(), console)
 
     plan = Plan("chat", [url or target.target, chosen], [], settings)
     if common.plan or common.json:

@@ -130,7 +130,10 @@ class OpenAI:
                 for line in answer.iter_lines():
                     data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if data and data != DONE:
-                        yield json.loads(data)
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise self._refused(path, str(event["error"])[:300])
+                        yield event
         except (httpx2.HTTPError, ValueError) as error:
             raise self._refused(path, f"{type(error).__name__}: {error}") from error
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from eyas.clients.chat import Part, Stats
+from eyas.errors import InputError
 from eyas.progress import say
 from eyas.recipe import ChatSettings
 
@@ -35,6 +36,8 @@ class Chat:
 
     source: Source
     settings: ChatSettings
+    patient: bool = True
+    """Somebody types: Ctrl-C and a refusal end an answer. Otherwise they end the conversation."""
     marks: bool = False
     messages: list[Message] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +52,10 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str, show: Callable[[Part], None]) -> Stats | None:
-        """Ask, showing the answer as it comes. Ctrl-C ends the answer, which stays as far as it came."""
+        """Ask, showing the answer as it comes. Ctrl-C ends the answer, which stays as far as it came.
+
+        Raises InputError where there is no answer: then nothing was said.
+        """
         self.messages.append({"role": "user", "content": text})
         parts, stats = list[str](), None
         answer = self.source.answer(self.messages)
@@ -61,7 +67,12 @@ class Chat:
                     parts.append(part.text)
                     show(part)
         except KeyboardInterrupt:
+            if not self.patient:
+                raise
             say("\nthe answer is cut off")
+        except InputError:
+            self.messages.pop()
+            raise
         whole = "".join(parts)
         self.messages.append({"role": "assistant", "content": whole})
         self.turns.append({"user": text, "assistant": whole, **({} if stats is None else stats.as_dict)})
@@ -99,7 +110,13 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
             if chat.command(text):
                 break
         elif text:
-            stats = chat.say(text, show)
+            try:
+                stats = chat.say(text, show)
+            except InputError as error:
+                if not chat.patient:
+                    raise
+                say(f"no answer: {error}")
+                continue
             console.print()
             if stats is not None:
                 say(f"[{stats.words}]")

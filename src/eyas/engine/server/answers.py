@@ -159,8 +159,8 @@ class ChatShape(Shape):
             return None
 
         def one(token: int, logprob: float) -> Json:
-            text = self.service.token_text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            bytes_ = list(self.service.token_bytes(token))
+            return {"token": self.service.token_text(token), "logprob": logprob, "bytes": bytes_}
 
         content = [
             {**one(note.token, note.logprob), "top_logprobs": [one(*likely) for likely in note.top]} for note in notes

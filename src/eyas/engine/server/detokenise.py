@@ -1,5 +1,6 @@
 """Token ids to text, as they come: no character is split, no part of a stop string is shown."""
 
+import re
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -82,3 +83,24 @@ class StopWatch:
 def _overlap(text: str, stop: str) -> int:
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def bytes_of(text: str, piece: str) -> bytes:
+    """What a token stands for. `piece` is its entry in the vocabulary: byte by byte in GPT-2's letters, or `<0xE2>` as
+    sentencepiece falls back; it decides where `text` has a broken character."""
+    if UNFINISHED not in text:
+        return text.encode()
+    if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+        return bytes.fromhex(fallback[1])
+    known = [LETTERS.get(letter) for letter in piece]
+    return bytes(byte for byte in known if byte is not None) if None not in known else text.encode()
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's letter of every byte (its encoder.py): printable ones are themselves, the others follow from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+LETTERS = _letters()

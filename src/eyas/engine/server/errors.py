@@ -1,5 +1,7 @@
 """Errors as OpenAI shapes them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import re
+
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
@@ -16,6 +18,24 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+
+
+UNION = re.compile(r"str|constrained-\w+|list\[.*|\[key\]")
+UNSUPPORTED = {
+    "tools": "Tools",
+    "tool_choice": "Tools",
+    "tool_calls": "Tools",
+    "tool_call_id": "Tools",
+    "image_url": "Images",
+    "input_audio": "Audio and other media",
+    "audio": "Audio and other media",
+    "file": "Files",
+    "functions": "Functions",
+    "function_call": "Functions",
+    "response_format": "Answers in a format other than text",
+    "modalities": "Answers other than text",
+}
+"""Fields of OpenAI's of which only the values that ask for nothing are taken (protocol.py)."""
 
 
 class ApiError(Exception):
@@ -44,14 +64,26 @@ class ApiError(Exception):
 
 
 def invalid(error: ValidationError, fields: list[str]) -> ApiError:
-    """The first thing that is wrong with a request's body."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden" and param is not None:
-        name = param.rpartition(".")[2]
-        return ApiError(
-            400, f"Unknown field: {name}{did_you_mean(name, fields)}", code="unknown_parameter", param=param
-        )
-    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
+    """What is wrong with a request's body: of the first field's mistakes the one furthest in."""
+    mistakes = [(_path(one["loc"]), one["type"], one["msg"]) for one in error.errors(include_url=False)]
+    unsupported = next((path for path, *_ in mistakes if UNSUPPORTED.keys() & set(path)), None)
+    if unsupported is not None:
+        asked = next(UNSUPPORTED[part] for part in unsupported if part in UNSUPPORTED)
+        words = f"{asked} are not supported by this server."
+        return ApiError(400, words, code="unsupported_parameter", param=".".join(unsupported))
+    first = mistakes[0][0]
+    path, kind, message = max(
+        (mistake for mistake in mistakes if mistake[0][: len(first)] == first), key=lambda mistake: len(mistake[0])
+    )
+    param = ".".join(path) or None
+    if kind == "extra_forbidden" and param is not None:
+        words = f"Unknown field: {path[-1]}{did_you_mean(path[-1], fields)}"
+        return ApiError(400, words, code="unknown_parameter", param=param)
+    code = "invalid_json" if kind == "json_invalid" else "invalid_value"
+    message = message.removeprefix("Value error, ")
     return ApiError(400, message if param is None else f"{param}: {message}", code=code, param=param)
+
+
+def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Where a mistake is, without pydantic's names of a union's members."""
+    return tuple(str(part) for part in location if not UNION.fullmatch(str(part)))

@@ -1,6 +1,8 @@
 """What requests may hold: OpenAI's fields as far as they are served, and what SGLang and vLLM add to them.
 
-An unknown field is an error, not a silence: a misspelt `temprature` would be answered as if it were not there.
+An unknown field is an error, not a silence: a misspelt `temprature` would be answered as if it were not there. What
+OpenAI has and this server has not (tools, answers in a schema, images, audio) is a field all the same, with the values
+that ask for nothing: any other is refused as unsupported.
 """
 
 from typing import Annotated, Any, Literal
@@ -93,12 +95,23 @@ class TextPart(Body):
     text: str
 
 
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    tool_calls: Nothing | None = None
+    """Unsupported: none, or an empty list."""
+    function_call: None = None
+    """Unsupported: none."""
+    refusal: str | None = None
+    """Taken and not used, as are `audio` and `annotations`: what an answer of this protocol brings may be sent back."""
+    audio: None = None
+    annotations: Nothing | None = None
 
     @property
     def text(self) -> str:
@@ -106,13 +119,13 @@ class Message(Body):
 
 
 class TextFormat(Body):
-    """The only form of answer that is served."""
+    """The only form of answer that is served: `json_object` and `json_schema` are unsupported."""
 
     type: Literal["text"]
 
 
 class ChatRequest(Common):
-    """A conversation to be answered."""
+    """A conversation to be answered. Tools, functions and answers in JSON are unsupported."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -130,6 +143,19 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, Any] | None = None
     """Told to the target's chat template."""
     response_format: TextFormat | None = None
+    """Unsupported: none, or text."""
+    tools: Nothing | None = None
+    """Unsupported: none, or an empty list."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """Nothing to choose from: `required` and a named tool are unsupported."""
+    parallel_tool_calls: bool | None = None
+    """Taken and not used."""
+    functions: Nothing | None = None
+    """Unsupported: none, or an empty list."""
+    function_call: Literal["none", "auto"] | None = None
+    """Nothing to call: a named function is unsupported."""
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    """Only text."""
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatRequest":

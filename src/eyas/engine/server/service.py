@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import inspect
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from eyas.engine.batching import Job
+from eyas.engine.server.detokenise import bytes_of
 from eyas.engine.server.errors import ApiError
 from eyas.engine.server.protocol import ChatRequest, CompletionRequest
 from eyas.engine.server.stream import AnswerReader, Piece
@@ -95,6 +97,8 @@ class Service:
                     size += len(part)
                     if size > most:
                         raise too_large
+        except ClientDisconnect as error:
+            raise ApiError(400, "The client left before its body was whole.", code="client_gone") from error
         except TimeoutError as error:
             raise ApiError(408, "The body did not arrive in time.", code="body_timeout") from error
         return b"".join(parts)
@@ -141,6 +145,11 @@ class Service:
         tokenizer: Any = self.target.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(400, "This target has no chat template: use /v1/completions.", code="no_chat_template")
+        kwargs = ask.chat_template_kwargs or {}
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        if taken := sorted(own.keys() & kwargs.keys()):  # a template of the client's own could compute without end
+            words = f"chat_template_kwargs: {taken[0]} is no variable of the target's template."
+            raise ApiError(400, words, code="invalid_value", param="chat_template_kwargs")
         messages = [{"role": message.role, "content": message.text} for message in ask.messages]
         try:
             text = tokenizer.apply_chat_template(
@@ -148,9 +157,9 @@ class Service:
                 tokenize=False,
                 add_generation_prompt=ask.add_generation_prompt and not ask.continue_final_message,
                 continue_final_message=ask.continue_final_message,
-                **(ask.chat_template_kwargs or {}),
+                **kwargs,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise ApiError(
                 400,
                 f"The target's chat template does not take these messages: {error}",
@@ -235,6 +244,11 @@ class Service:
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
         return self.target.text([token], special=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Of a part of a character the part, which no text shows."""
+        tokenizer: Any = self.target.tokenizer
+        return bytes_of(self.token_text(token), tokenizer.convert_ids_to_tokens(token))
 
 
 def sampling(ask: ChatRequest | CompletionRequest, seed: int) -> SamplingSettings:
