@@ -38,7 +38,7 @@ from eyas.training.evaluate import chains
 from eyas.training.initialise import draft_config, mask_token
 from eyas.training.loop import train
 from eyas.training.loss import unroll
-from eyas.training.rows import Rows
+from eyas.training.rows import Rows, supervise
 from eyas.wiring.check import check
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.preflight import preflight
@@ -152,6 +152,20 @@ def test_a_tree_is_the_likeliest_paths_of_levels_that_do_not_know_each_other(tar
     wanted = sorted(every, key=lambda path: -every[path])[:8]
     rows = range(1, len(tree.tokens) + 1)
     assert {tuple(tree.tokens[step - 1] for step in tree.path(row)[1:]) for row in rows} == set(wanted)
+
+
+def test_the_placeholder_has_a_gradient_where_no_row_is_fed_it(target: Target) -> None:
+    """Several processes wait for every parameter's: a short answer trains the first token alone."""
+    draft = random_draft(target, **PEAGLE)
+    draft.share_embedding(target.embedding)
+    rows = supervise(torch.tensor([0, 1, 1, 1]), [4], 3)
+    assert [len(index) for index in rows.index] == [2, 1, 0]
+    for steps, fed in ((rows, True), (Rows(rows.starts, rows.positions_T, rows.index[:1], rows.inside[:1]), False)):
+        draft.zero_grad()
+        hidden = unroll(draft, torch.randn(4, 192), torch.tensor([5, 6, 7, 8]), steps)
+        torch.cat(hidden).sum().backward()
+        (gradient,) = [one.grad for name, one in draft.named_parameters() if name == "mask_hidden"]
+        assert gradient is not None and bool(gradient.any()) == fed
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
