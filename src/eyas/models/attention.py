@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from eyas.formats.draft_config import DraftConfig, LatentShape
+from eyas.models.fused import RMSNorm, rotated
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query_BNTE, key_BKTE, value_BKTU), rope applied, to context_BNTU, scores scaled by E ** -0.5. The caller owns
@@ -70,17 +70,17 @@ class GroupedAttention(Attention):
         self.v_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=bias and config.block == "llama")
         qk_norm = config.block == "qwen3"
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def query(self, x_BTI: Tensor, rope: Rope) -> Tensor:
         heads = self.q_norm(self.q_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        return apply_rotary_pos_emb(heads, heads[:, :0], *rope)[0]
+        return rotated(heads, *rope)
 
     def key_value(self, x_BTI: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         key = self.k_norm(self.k_proj(x_BTI).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         value = self.v_proj(x_BTI).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return apply_rotary_pos_emb(key, key[:, :0], *rope)[0], value
+        return rotated(key, *rope), value
 
 
 class LatentAttention(Attention):
@@ -97,10 +97,10 @@ class LatentAttention(Attention):
         width, eps = config.hidden_size * (2 if layer == 0 else 1), config.rms_norm_eps
         spread = latent.qk_nope_head_dim + latent.v_head_dim
         self.q_a_proj = nn.Linear(width, latent.q_lora_rank, bias=False)
-        self.q_a_layernorm = LlamaRMSNorm(latent.q_lora_rank, eps)
+        self.q_a_layernorm = RMSNorm(latent.q_lora_rank, eps)
         self.q_b_proj = nn.Linear(latent.q_lora_rank, self.heads * latent.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent.kv_lora_rank + latent.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = LlamaRMSNorm(latent.kv_lora_rank, eps)
+        self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, eps)
         self.kv_b_proj = nn.Linear(latent.kv_lora_rank, self.heads * spread, bias=False)
         self.o_proj = nn.Linear(self.heads * latent.v_head_dim, config.hidden_size, bias=False)
         self.stretch: float = yarn_apply_mscale(rope_parameters(config), 1.0)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.methods import MethodName
 from eyas.models.attention import Attend, Rope, attention, rope_parameters
+from eyas.models.fused import RMSNorm
 
 
 def llama_config(config: DraftConfig) -> LlamaConfig:
@@ -56,11 +57,11 @@ class Layer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.first, self.norm_before_residual = layer == 0, config.norm_before_residual
-        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
         if self.first:
-            self.hidden_norm = LlamaRMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = attention(config, layer)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(llama_config(config))
 
     def attention_input(self, embeds_BTH: Tensor, state_BTH: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,12 +99,12 @@ class Draft(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device=None if config.own_embedding else "meta")
         self.embed_tokens.weight.requires_grad_(config.own_embedding)
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(config.taps_width, eps)
+            self.input_norm = RMSNorm(config.taps_width, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in config.boundaries)
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.boundaries)
         self.fc = nn.Linear(config.taps_width, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama_config(config))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))

@@ -41,7 +41,7 @@ class ChunkedLoss(torch.autograd.Function):
         chains: Chains | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
-        grad_x, grad_weight = torch.empty_like(x_CH), torch.zeros_like(weight_DH)
+        grad_x, grad_weight = torch.empty_like(x_CH), (torch.empty_like if len(x) else torch.zeros_like)(weight_DH)
         loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
         bounds = _bounds(len(x), chains)
         rows = max((last - first for first, last in pairwise(bounds)), default=0)
@@ -56,7 +56,8 @@ class ChunkedLoss(torch.autograd.Function):
             slopes = logits.to(dtype)
             _product(slopes, weight, grad_x[part])
             grad_x[part] *= slope_by[:, None]
-            _add_product(slopes.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
+            add = _add_product if first else _product
+            add(slopes.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
         ctx.gradients = grad_x, grad_weight
         ctx.mark_non_differentiable(loss_C, hit_C)
         return (loss_C * weight_C).sum(), loss_C, hit_C
