@@ -46,6 +46,8 @@ def settle_texts(forward: Forward, most: int) -> None:
             counts[way] = forward.together = 1 if way == IN_TURN else _agreeing(forward, texts, alone)
             if way == IN_TURN or counts[way] > 1:
                 seconds[way] = best_seconds(lambda _: _compute(forward, texts), [0], TRIES)[0]
+            if counts[way] == len(texts):  # whoever reads each weight once for all needs no other way
+                break
         best = min(seconds, key=lambda way: seconds[way])
         _install(linears, apart if best == "text by text" else own)
         forward.together = counts[best]

@@ -7,7 +7,7 @@ Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_UNFINISHED = 16
 """Tokens whose bytes may be pending before what is broken is shown as such."""
-WINDOW = 16
+WINDOW = 8
 """Tokens decoded anew with each: dropping what came before costs a decode of its own."""
 
 
