@@ -25,10 +25,11 @@ from typing import Any
 from peers.answers import Answers, Way
 from peers.crew import Bench, Crew, refusal
 from peers.engines import ENGINES, PLAIN, Engine, Shape
-from peers.figures import miswired, same_texts, table
+from peers.figures import miswired, same_texts, table, timing
 
 from eyas.errors import InputError
 from eyas.export.folder import export_draft
+from eyas.measure import stats
 from eyas.measure.prompts import bench_prompts
 from eyas.models.checkpoint import chosen_step, read_info
 from eyas.models.target import DEFAULT_TARGET, load_target, resolve_target
@@ -44,25 +45,27 @@ SCAN_PROMPTS, SCAN_TOKENS = 3, 64
 
 
 def scan(crew: Crew, engine: Engine) -> Shape:
-    """The shape with the most tokens a second on a few prompts, one worker after the other."""
-    bench, rates = crew.bench, {}
+    """The shape with the most tokens a second on a few prompts, all shapes in turn on each."""
+    bench = crew.bench
     few = bench.prompts[:: max(1, len(bench.prompts) // SCAN_PROMPTS)][:SCAN_PROMPTS]
     ids = [prompt.id for prompt in few]
-    for shape in [bench.chain, *bench.scan]:
-        if (shape.topk > 1 and not engine.trees) or refusal(engine, shape, bench.config):
-            continue
-        way = Way(engine.name, crew.precision, shape)
-        if len(bench.answers.of(way, ids, scan=True)) < len(ids):
+    shapes = [shape for shape in (bench.chain, *bench.scan) if shape.topk == 1 or engine.trees]
+    ways = [Way(engine.name, crew.precision, shape) for shape in shapes if not refusal(engine, shape, bench.config)]
+    if any(len(bench.answers.of(way, ids, scan=True)) < len(ids) for way in ways):
+        for way in ways:
             crew.start(way)
-            for prompt in few if way in crew.workers else ():
-                if way in crew.workers:
-                    crew.ask(way, prompt, min(SCAN_TOKENS, bench.tokens), scan=True)
-            crew.stop([way] if way in crew.workers else [])
-        found = bench.answers.of(way, ids, scan=True)
-        if len(found) == len(ids):
-            seconds = sum(answer["seconds_decode"] for answer in found.values())
-            rates[shape] = sum(len(answer["ids"]) - 1 for answer in found.values()) / seconds if seconds else 0.0
+        for prompt in few:
+            for way in list(crew.workers):
+                crew.ask(way, prompt, min(SCAN_TOKENS, bench.tokens), scan=True)
+        crew.stop(list(crew.workers))
+    found = {way: bench.answers.of(way, ids, scan=True) for way in ways}
+    rates = {way.shape: rate(list(answers.values())) for way, answers in found.items() if len(answers) == len(ids)}
     return max(rates, key=lambda shape: rates[shape]) if rates else bench.chain
+
+
+def rate(answers: Sequence[JSON]) -> float:
+    """Tokens a second of all together."""
+    return stats.rates([timing(answer) for answer in answers])["output_tok_s"]
 
 
 def start_all(bench: Bench, precisions: Sequence[str], engines: Sequence[Engine]) -> JSON:
