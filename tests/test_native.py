@@ -3,6 +3,7 @@
 import copy
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,11 @@ def test_int8_of_known_weights() -> None:
     rounded, scale = quantise(torch.tensor([[127.0, -63.5, 1.0], [0.0, 0.0, 0.0]]))
     assert rounded.tolist() == [[127, -64, 1], [0, 0, 0]]
     assert scale.tolist() == [1.0, 1.0]
+
+
+def test_the_int8_product_is_the_cpus_alone() -> None:
+    kernel = int8_kernel(torch.empty(96, 64, dtype=torch.bfloat16, device="meta"), None)
+    assert isinstance(kernel, partial) and kernel.func is torch.nn.functional.linear
 
 
 def test_the_plain_paths_int8_product_is_that_of_the_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,10 @@ def packed_kernel(weight_OI: Tensor, bias_O: Tensor | None) -> Kernel:
 
 
 def int8_kernel(weight_OI: Tensor, bias_O: Tensor | None) -> Kernel:
-    """torch's int8 product, which takes bfloat16 rows; where it is missing or wrong, F.linear over the int8 weights
-    widened again."""
+    """torch's int8 product, which takes bfloat16 rows; where it is missing, wrong or was not tried (anywhere but on the
+    CPU), F.linear over the int8 weights widened again."""
     weight, scale_O = quantise(weight_OI)
-    if weight.shape[1] % INT8_INPUTS or not int8_product_works():
+    if weight.device.type != "cpu" or weight.shape[1] % INT8_INPUTS or not int8_product_works():
         return torch_kernel(dequantise(weight, scale_O).to(weight_OI.dtype), bias_O)
     scale, multiply = scale_O.to(torch.bfloat16), torch.ops.aten._weight_int8pack_mm
 
