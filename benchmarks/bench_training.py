@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--answers", action="store_true", help="prompts out of the loss")
-    parser.add_argument("--documents", type=int, default=10, help=f"of {LENGTH} tokens, in a step")
+    parser.add_argument("--documents", type=int, help=f"of {LENGTH} tokens, in a step (10 at TTT 3, 4 at TTT 7)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="with SpecForge's torch.compile")
@@ -220,7 +220,7 @@ def main() -> None:
         return
     runs = []
     for steps in options.ttt:
-        case = case_of(steps, options.answers, options.documents)
+        case = case_of(steps, options.answers, options.documents or max(1, 30 // steps))
         runs.append(measure(case, options.peers_python, options.rounds, options.threads, options.compiled))
         say(runs[-1])
     found = worst(runs)
