@@ -11,8 +11,9 @@ from eyas.clients.health import Health
 from eyas.launch.evidence import Evidence, Port, Processes
 from eyas.launch.history import Expectation, PhaseTime
 from eyas.launch.log_state import LogState
+from eyas.launch.movement import CPU_SHARE
 from eyas.launch.process import Exit
-from eyas.launch.state import CPU_SHARE, IDLE_S, Memory, Status, decide, phase_times
+from eyas.launch.state import IDLE_S, Memory, Status, decide, phase_times
 
 T0 = 1_800_000_000.0
 LOADING = LogState(engine="sglang", state="loading", phase="weights", lines=9, bytes_read=900, last_lines=("a line",))
@@ -88,6 +89,18 @@ def test_a_loader_silent_for_ten_minutes_that_reads_is_loading_throughout() -> N
         Evidence(T0 + at, LOADING, replace(ALIVE, read_bytes=1000 + at * 4096), health=REFUSED) for at in range(600)
     ]
     assert {status.state for status in watch(evidence)} == {"loading"}
+
+
+def test_what_moves_is_told_with_its_rate_over_the_last_seconds() -> None:
+    evidence = []
+    for second in range(30):
+        working = min(second, 15)  # a core and 4 MB a second, then nothing
+        processes = replace(ALIVE, cpu_s=5.0 + working, read_bytes=working * 4_000_000, resident=working * 8_000_000)
+        evidence.append(Evidence(T0 + second, LOADING, processes, gpu_bytes=0, health=REFUSED))
+    found = watch(evidence)
+    assert found[0].moving == ()
+    assert found[14].moving == ("1.0 cores", "4 MB/s read", "memory +8 MB/s")
+    assert found[29].moving == () and found[29].idle_s == 14
 
 
 def test_what_was_stuck_and_moves_again_is_loading_again() -> None:

@@ -28,7 +28,10 @@ from eyas.launch.find import all_servers, of_folder, of_pid, of_url
 from eyas.launch.interpreter import installed
 from eyas.launch.keeper import StampedLog
 from eyas.launch.kernel import oom_killed, oom_kills
+from eyas.launch.movement import Mark
 from eyas.launch.process import is_same, read_server, start, tree
+from eyas.launch.recall import recall, remember
+from eyas.launch.state import Memory
 from eyas.launch.stop import Doomed, by_pid, stop
 from eyas.launch.watch import Watch, steady_clock
 from eyas.pipeline.interrupts import Signalled, interrupts
@@ -220,6 +223,41 @@ def test_silent_and_idle_is_stuck(fated: Fated) -> None:
     assert (status.state, status.phase, status.cause) == ("stuck", "weights", "no_progress")
     assert status.shards == (4, 8)
     watch.close()
+
+
+def test_a_look_goes_on_from_the_last_one_so_that_a_script_is_told_of_a_stuck_server_too(
+    fated: Fated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = fated("silent")
+    halfway(launch, time.time).close()
+    begun = time.time()
+    for later, state, exit_code in ((0, "loading", 0), (60, "loading", 0), (150, "stuck", 3)):
+        monkeypatch.setattr("eyas.launch.watch.steady_clock", lambda at=begun + later: lambda: at)
+        monkeypatch.setattr("eyas.launch.recall.time.time", lambda at=begun + later: at)
+        code, seen = shown(capsys, "watch", str(launch.folder), "--once")
+        assert (code, seen["state"], seen["phase"], seen["idle_s"]) == (exit_code, state, "weights", later)
+    assert seen["cause"] == "no_progress"
+
+
+def test_the_last_look_at_another_process_of_that_pid_or_a_damaged_one_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    memory = Memory(begun=1.0, last=Mark(2.0, pids=frozenset({7})), curves={"weights": ((0.5, 3.0),)})
+    remember(7, 1000.0, memory)
+    assert recall(7, 1000.5) == memory and recall(7, 1003.0) is None and recall(8, 1000.0) is None
+    monkeypatch.setattr("eyas.launch.recall.time.time", lambda: 1.5)
+    assert recall(7, 1000.0) is None  # the clock was set back
+    monkeypatch.undo()
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    for damage in ("", "{", '{"created": 1000.0, "memory": {"last": 3}}'):
+        (tmp_path / "looks" / "7.json").write_text(damage)
+        assert recall(7, 1000.0) is None
+    old = tmp_path / "looks" / "9.json"
+    old.write_text("")
+    os.utime(old, (0, 0))
+    remember(7, 1000.0, memory)
+    assert not old.exists()
 
 
 def test_a_clock_that_is_set_makes_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_a_loading_server_shows_shards_rate_and_both_etas() -> None:
     shown = drawn(LOADING)
     for words in ("sglang at http://127.0.0.1:8000: loading, phase weights, 16/64 shards", "ready in about 3:05"):
         assert words in shown.replace("\n", " ")
-    for words in ("25%", "2 shards/s", "phase 24 s more; by one start", "GPU 0", "70.0 / 141 GiB", "18:00:01 a line"):
+    for words in ("25%", "2 shards/s", "phase 24 s more; ETA: one start", "GPU 0", "70.0 / 141 GiB", "18:00:01 a line"):
         assert words in shown
 
 
@@ -57,6 +57,9 @@ def test_times_and_acceptance_in_words() -> None:
     assert [seconds(value) for value in (None, 5.0, 65.0, 3725.0)] == ["-", "5 s", "1:05", "1:02:05"]
     assert headline(LOADING).startswith("sglang: loading")
     assert headline(replace(LOADING, eta_s=0.2)).endswith("later than recorded")
+    moving = headline(replace(LOADING, moving=("1.0 cores", "4 MB/s read"), idle_s=0.0))
+    assert moving.endswith("ready in about 3:05, moving: 1.0 cores; 4 MB/s read")
+    assert headline(replace(LOADING, idle_s=70.0)).endswith("nothing moves for 1:10")
     found = Acceptance(1.85, "/metrics", 1000, (0.5, 0.25, 0.1), 120.0)
     words = "accept length 1.85, survival 0.50 0.25 0.10, 1000 rounds, 120.0 tokens/s, steady (/metrics)"
     assert acceptance_words(found, "steady") == words

@@ -7,43 +7,26 @@ port, never a word in a body or a log; an error in the log of a process that sti
 counts only where nothing moves: no CPU time, no bytes read, no memory growing (the process's or the GPUs'), no line.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
 from eyas.clients.health import Health
+from eyas.launch import movement
 from eyas.launch.evidence import Evidence, Processes
 from eyas.launch.history import Expectation, PhaseTime
 from eyas.launch.log_state import LogState
+from eyas.launch.movement import PROBE_LINE, Mark
 
 State = Literal["starting", "loading", "warming", "ready", "stuck", "crashed", "stopped", "unknown"]
 IDLE_S = 120.0
 """Nothing may move for so long past what history allows before a start is called stuck."""
-CPU_SHARE = 0.02
-"""Of a core: below it a tree is idle. Event loops that wait cost up to 0.01."""
-RESIDENT_STEP, GPU_STEP = 1 << 20, 1 << 20
 FAILED_PROBES_S = 60.0
 """A ready server that moves nothing and answers no probe for so long is stuck."""
 CURVE_POINTS = 200
 STAMP_S = 2.0
-PROBE_LINE = re.compile(r'"GET /(?:health|ready|metrics|model_info|server_info|get_\w+|v1/models)\b[^"]*" \d{3}')
 WORKING = ("starting", "loading", "warming")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Counters as they stood when something last moved."""
-
-    time: float
-    cpu_s: float = 0.0
-    read_bytes: int = 0
-    resident: int = 0
-    gpu_bytes: int = 0
-    lines: int = 0
-    bytes_read: int = 0
-    pids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -56,6 +39,8 @@ class Memory:
     """At the last movement."""
     last: Mark | None = None
     """At the last look."""
+    recent: tuple[Mark, ...] = ()
+    """Of the last seconds: what moves now."""
     phases: tuple[tuple[str, float], ...] = ()
     """Phases in the order met, with when each began."""
     curve: tuple[tuple[float, float], ...] = ()
@@ -86,6 +71,8 @@ class Status:
     notes: tuple[str, ...] = ()
     elapsed_s: float | None = None
     idle_s: float | None = None
+    moving: tuple[str, ...] = ()
+    """What a server that starts does: cores busy, bytes read a second, memory growing."""
 
 
 def decide(memory: Memory, seen: Evidence, expected: Expectation | None = None) -> tuple[Memory, Status]:
@@ -196,7 +183,9 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
     left, whole = expected.remaining(phase or "args", elapsed, log.progress, reached, max(before, 0.0))
     status = _status(memory, seen, log, _state(state), phase, notes=notes)
     rate = log.shards[0] / reached if log.shards is not None and reached else None
-    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=expected.says(phase or "args"), rate=rate)
+    moving = movement.words(memory.recent[0], memory.recent[-1])
+    source = expected.says(phase or "args")
+    return replace(status, eta_s=whole, phase_eta_s=left, eta_source=source, rate=rate, moving=moving)
 
 
 def _no_start(health: Health) -> bool:
@@ -278,14 +267,16 @@ def _notes(seen: Evidence, processes: Processes | None) -> tuple[str, ...]:
 
 
 def _remember(memory: Memory, seen: Evidence, log: LogState) -> Memory:
-    now = _mark(seen, log, memory.last)
-    moved = memory.last is None or memory.mark is None or _moved(memory.last, now) or _moved(memory.mark, now)
-    moved = moved or (memory.last is not None and _wrote(memory.last, log))
+    now = movement.mark(seen, log, memory.last)
+    moves = True
+    if memory.last is not None and memory.mark is not None:
+        moves = movement.moved(memory.last, now) or movement.moved(memory.mark, now) or movement.wrote(memory.last, log)
     memory = replace(
         memory,
         begun=memory.begun if memory.begun is not None else _first(log, seen.time),
-        mark=now if moved else memory.mark,
+        mark=now if moves else memory.mark,
         last=now,
+        recent=movement.recent(memory.recent, now),
     )
     if seen.processes is not None and not memory.phases and log.phase in (None, "args") and memory.begun is not None:
         memory = _enter(memory, "args", memory.begun)  # the seconds before a first line are part of a start too
@@ -309,42 +300,6 @@ def _enter(memory: Memory, phase: str, when: float) -> Memory:
         curves[memory.phases[-1][0]] = memory.curve
     when = max(when, memory.phases[-1][1] if memory.phases else when)
     return replace(memory, phases=(*memory.phases, (phase, when)), curve=(), curves=curves)
-
-
-def _mark(seen: Evidence, log: LogState, last: Mark | None) -> Mark:
-    processes = seen.processes
-    base = last or Mark(seen.time)
-    return Mark(
-        time=seen.time,
-        cpu_s=processes.cpu_s if processes is not None else base.cpu_s,
-        read_bytes=processes.read_bytes if processes is not None else base.read_bytes,
-        resident=processes.resident if processes is not None else base.resident,
-        gpu_bytes=seen.gpu_bytes if seen.gpu_bytes is not None else base.gpu_bytes,
-        lines=log.lines,
-        bytes_read=log.bytes_read,
-        pids=frozenset(processes.pids) if processes is not None else base.pids,
-    )
-
-
-def _moved(before: Mark, now: Mark) -> bool:
-    seconds = max(now.time - before.time, 1e-9)
-    return (
-        now.cpu_s - before.cpu_s >= CPU_SHARE * seconds
-        or now.read_bytes > before.read_bytes
-        or now.resident - before.resident >= RESIDENT_STEP
-        or abs(now.gpu_bytes - before.gpu_bytes) >= GPU_STEP
-        or now.pids != before.pids
-    )
-
-
-def _wrote(before: Mark, log: LogState) -> bool:
-    """Whether the log grew by more than the access lines of probes, ours among them."""
-    if (log.lines, log.bytes_read) == (before.lines, before.bytes_read):
-        return False
-    fresh = log.lines - before.lines
-    if not 0 <= fresh <= len(log.last_lines):
-        return True
-    return not all(PROBE_LINE.search(line) for line in log.last_lines[-max(fresh, 1) :])
 
 
 def _idle(memory: Memory, seen: Evidence) -> float:

@@ -46,11 +46,15 @@ class Watch:
     """One server under watch: `look()` as often as wanted."""
 
     def __init__(
-        self, found: Found, expected: Expectation | None = None, clock: Callable[[], float] | None = None
+        self,
+        found: Found,
+        expected: Expectation | None = None,
+        clock: Callable[[], float] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.found, self.expected, self.clock = found, expected or Expectation(), clock or steady_clock()
         begun = found.server.started if found.server is not None else found.created
-        self.memory = Memory(begun=begun)
+        self.memory = memory or Memory(begun=begun)
         self.log: LogState | None = None
         self.gpus: list[Gpu] | None = None
         self.processes: Processes | None = None

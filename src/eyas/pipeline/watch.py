@@ -14,6 +14,7 @@ from eyas.launch.find import Found, all_servers, of_folder, of_pid, of_url
 from eyas.launch.history import Expectation, expect
 from eyas.launch.log_state import LogReader
 from eyas.launch.process import SERVER, is_same, read_server
+from eyas.launch.recall import recall, remember
 from eyas.launch.state import Status
 from eyas.launch.stop import Doomed, by_pid, gpu_words, stop
 from eyas.launch.watch import LOOK_S, Watch
@@ -56,10 +57,13 @@ def expectation(found: Found) -> Expectation:
 
 
 def watch_once(found: Found) -> dict[str, Any]:
-    """One look, as `eyas watch --once --json` prints it."""
-    watch, live = Watch(found, expectation(found)), acceptance_of(found)
+    """One look, as `eyas watch --once --json` prints it; it goes on from what the last one saw of the process."""
+    before = None if found.pid is None or found.created is None else recall(found.pid, found.created)
+    watch, live = Watch(found, expectation(found), memory=before), acceptance_of(found)
     try:
         status = watch.once()
+        if found.pid is not None and found.created is not None and status.state not in ENDED:
+            remember(found.pid, found.created, watch.memory)
         if status.state == "ready":
             live.once(watch.log)
         return described(watch, status, live)
@@ -89,6 +93,7 @@ def described(watch: Watch, status: Status, live: LiveAcceptance) -> dict[str, A
         "eta_source": status.eta_source,
         "elapsed_s": None if status.elapsed_s is None else round(status.elapsed_s, 1),
         "idle_s": None if status.idle_s is None else round(status.idle_s, 1),
+        "moving": list(status.moving),
         "url": found.url,
         "pid": found.pid,
         "pids": list(watch.pids),

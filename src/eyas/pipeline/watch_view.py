@@ -15,9 +15,11 @@ from rich.text import Text
 from eyas.clients.acceptance import Acceptance
 from eyas.launch.gpus import Gpu
 from eyas.launch.log_state import LogState
-from eyas.launch.state import PROBE_LINE, Status
+from eyas.launch.movement import PROBE_LINE
+from eyas.launch.state import WORKING, Status
 
 LINE_EVERY_S = 10.0
+QUIET_S = 10.0
 SHOWN_LINES = 6
 KEPT_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d{3} ")
 COLOURS = {
@@ -57,6 +59,10 @@ def headline(status: Status, url: str | None = None) -> str:
         parts.append("later than recorded" if late else f"ready in about {seconds(status.eta_s)}")
     elif status.phase_eta_s is not None:
         parts.append(f"this phase {seconds(status.phase_eta_s)} more")
+    if status.moving:
+        parts.append(f"moving: {'; '.join(status.moving)}")
+    elif status.idle_s is not None and status.idle_s >= QUIET_S and status.state in WORKING:
+        parts.append(f"nothing moves for {seconds(status.idle_s)}")
     return ", ".join(parts)
 
 
@@ -102,6 +108,8 @@ def look_words(look: Mapping[str, Any]) -> str:
         advice=look["advice"],
         notes=tuple(look["notes"]),
         elapsed_s=look["elapsed_s"],
+        idle_s=look["idle_s"],
+        moving=tuple(look["moving"]),
     )
     lines = [headline(status, look["url"]), *explain(status)]
     if look["eta_source"] is not None:
@@ -128,8 +136,8 @@ def panel(
     rows: list[Text | Table] = [Text(headline(status, url), style=COLOURS.get(status.state, ""))]
     if status.progress is not None and status.state not in ("ready", "stopped"):
         rows.append(_bar(status, status.progress))
-    if status.state in ("starting", "loading", "warming") and status.eta_source is not None:
-        rows.append(Text(f"phase {seconds(status.phase_eta_s)} more; by {status.eta_source}", style="dim"))
+    if status.state in WORKING and status.eta_source is not None:
+        rows.append(Text(f"phase {seconds(status.phase_eta_s)} more; ETA: {status.eta_source}", style="dim"))
     if gpus:
         table = Table.grid(padding=(0, 2))
         for gpu in gpus:
@@ -186,7 +194,7 @@ class Screen:
             self.live.update(panel(status, url, log, gpus, more))
             return
         now, key = time.monotonic(), (status.state, status.phase, tuple(more))
-        waiting = status.state in ("starting", "loading", "warming")
+        waiting = status.state in WORKING
         if key == self._said and not (waiting and now - self._last >= LINE_EVERY_S):
             return
         self._said, self._last = key, now
