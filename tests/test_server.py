@@ -26,6 +26,7 @@ from eyas.clients.acceptance import read_counters
 from eyas.clients.chat import Part, ServerChat, Stats
 from eyas.clients.health import engine_of, probe
 from eyas.clients.metrics import parse_metrics
+from eyas.engine.server.app import make_app
 from eyas.engine.server.errors import ApiError
 from eyas.engine.server.service import Service
 from eyas.launch.log_state import read_log
@@ -419,18 +420,42 @@ def test_nothing_is_left_of_hundreds_of_requests(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("given", "right"),
-    [("Bearer secret", True), ("Bearer secreT", False), ("Bearer ", False), ("secret", False), (None, False)],
-)
+    [("Bearer s\u00e9cret", True), ("bearer s\u00e9cret", True), ("Bearer s\u00e9creT", False), ("Bearer ", False),
+     ("s\u00e9cret", False), ("Basic s\u00e9cret", False), (None, False)],
+)  # fmt: skip
 def test_a_key_is_asked_for_where_one_is_set(target: Path, given: str | None, right: bool) -> None:
     headers = [] if given is None else [(b"authorization", given.encode())]
     request = Request({"type": "http", "headers": headers})
-    service = Service(load_target(str(target)), "tiny", None, api_key="secret")  # pyrefly: ignore
+    service = Service(load_target(str(target)), "tiny", None, api_key="s\u00e9cret")  # pyrefly: ignore
     if right:
         service.check_key(request)
     else:
         with pytest.raises(ApiError, match="Incorrect API key") as refused:
             service.check_key(request)
         assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_without_the_key_everything_under_v1_is_refused_in_openais_shape(target: Path) -> None:
+    service = Service(load_target(str(target)), "tiny", None, api_key="secret")  # pyrefly: ignore
+
+    async def ask(method: str, path: str, **headers: str) -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=make_app(service))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.request(method, path, headers=headers)
+
+    for method, path in (
+        ("GET", "models"),
+        ("GET", "models/tiny"),
+        ("POST", "completions"),
+        ("POST", "chat/completions"),
+    ):
+        answer = asyncio.run(ask(method, f"/v1/{path}"))
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert asyncio.run(ask("GET", "/v1/models", authorization="Bearer secret")).json()["data"][0]["id"] == "tiny"
+    description = asyncio.run(ask("GET", "/openapi.json")).json()
+    assert description["security"] == [{"key": []}]
+    asked = description["components"]["schemas"]["ChatRequest"]
+    assert "unsupported" in asked["description"] and "nsupported" in asked["properties"]["tools"]["description"]
 
 
 def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, served: Served) -> None:

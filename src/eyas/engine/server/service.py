@@ -79,7 +79,9 @@ class Service:
         if self.api_key is None:
             return
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+        scheme, _, key = given.encode("latin-1").partition(b" ")  # headers are read as latin-1, keys are typed as UTF-8
+        right = hmac.compare_digest(key.strip(), self.api_key.encode())
+        if scheme.lower() != b"bearer" or not right:
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def body(self, request: Request) -> bytes:
