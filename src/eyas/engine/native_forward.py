@@ -137,7 +137,9 @@ class _Part:
             keep_rows(self.text.cache, self.text.start, path)
 
     def taps(self, path: Sequence[int] | None = None) -> Tensor:
-        return (self.states if path is None else self.states[:, list(path)]).flatten(2)
+        whole = path is None or len(path) == self.states.shape[1]
+        # A copy, for a text may keep them long after the others' rows beside them are done with.
+        return (self.states.clone() if whole else self.states[:, list(path)]).flatten(2)
 
 
 def keep_rows(cache: KVCache, start: int, path: Sequence[int]) -> None:
