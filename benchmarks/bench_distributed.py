@@ -72,16 +72,14 @@ def work(options: argparse.Namespace) -> None:
         for parallel in options.parallel if ranks.size > 1 else ["alone"]:
             for tokens in options.tokens:
                 trainer = made(tokens, "ddp" if parallel == "alone" else parallel, ranks)
-                trainer.advance()
-                trainer.advance()
+                first = trainer.advance()
                 started, steps = time.perf_counter(), 0
                 while not ranks.any(time.perf_counter() - started > options.seconds):
                     trainer.advance()
                     steps += 1
                 seconds = (time.perf_counter() - started) / steps
-                line = trainer.advance()
                 done = {"tokens": trainer.tokens // trainer.step, "tok_s": trainer.tokens / trainer.step / seconds}
-                found.append({"parallel": parallel, "batch_tokens": tokens, "loss": line["loss"], **done})
+                found.append({"parallel": parallel, "batch_tokens": tokens, "loss": first["loss"], **done})
         if ranks.leads:
             print(json.dumps(found), flush=True)
 
@@ -128,6 +126,7 @@ def main() -> None:
     for pair in range(options.pairs):
         for processes in (1, options.processes) if pair % 2 == 0 else (options.processes, 1):
             for one in launch(processes, options):
+                print(f"{processes} processes: {one}", file=sys.stderr, flush=True)
                 runs.setdefault((one["parallel"], one["batch_tokens"]), []).append(one)
     best = {key: max(found, key=lambda one: one["tok_s"]) for key, found in runs.items()}
     rows = []

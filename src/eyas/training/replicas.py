@@ -60,7 +60,9 @@ class Replicas:
         else:
             with warnings.catch_warnings():  # torch 2.13 has another name for it, torch 2.9 only this one
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-                self.ddp = DistributedDataParallel(self.scored, broadcast_buffers=False, init_sync=False)
+                self.ddp = DistributedDataParallel(
+                    self.scored, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True
+                )
             self.ddp.register_comm_hook(None, _summed)
 
     def _sharded(self) -> FSDPModule:
