@@ -1,4 +1,4 @@
-"""The peers' bench with fake engines: turns, resuming, voids, and figures by hand. No engine, no torch."""
+"""The peers' bench with fake engines: turns, resuming, voids, and figures by hand. No engine."""
 
 import json
 import os
