@@ -100,6 +100,7 @@ def run(bench: Bench, precision: str, engines: Sequence[Engine]) -> tuple[Crew, 
             crew.start(way)
         elif reason := refusal(ENGINES[way.engine], way.shape, bench.config):
             crew.voids[way] = reason
+    left = [prompt for prompt in bench.prompts if not bench.answers.whole(crew.workers, prompt.id)]
     try:
         with Progress(f"peers, {precision}", len(bench.prompts), "prompts", len(bench.prompts) - len(left)) as bar:
             for index, prompt in enumerate(left):
@@ -133,7 +134,7 @@ def report(bench: Bench, engines: Sequence[Engine], done: Mapping[str, tuple[Cre
             rows = table(answers, voids if name == "plain" else wrong | voids)
             for engine, way in ways.items():
                 rows[engine] |= {"shape": str(way.shape), "same_texts": same_texts(answers[engine], reference)}
-                rows[engine]["facts"] = crew.facts.get(way)
+                rows[engine]["facts"] = next(iter(answers[engine].values()), {}).get("facts")
             short = SHORT[precision]
             found[f"eagle3_{short}_best" if name == "best" else f"{name}_{short}"] = rows
     return found

@@ -131,6 +131,7 @@ def test_rows_are_those_of_the_contract(bench: Bench, use, tmp_path: Path) -> No
     assert (theirs["tok_s"], theirs["accept_length"], theirs["void"]) == (12.0, 1.5, None)
     assert theirs["eyas_over"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert found["plain_fp32"]["peer"]["accept_length"] == 1.0
+    assert found["plain_fp32"]["peer"]["facts"] == {"name": "peer"}
     assert found["plain_fp32"]["hf"]["tok_s"] == 12.0
     assert found["eagle3_fp32"]["hf"]["void"] == "none"
     assert found["eagle3_fp32"]["hf"]["tok_s"] is None
@@ -193,6 +194,9 @@ def test_an_engine_that_fails_at_start_or_midway_is_void_and_the_others_go_on(
     assert found["plain_fp32"]["broken"]["void"] == "RuntimeError: no such kernel"
     assert found["plain_fp32"]["dying"]["void"].startswith("it ended with 7")
     assert found["plain_fp32"]["dying"]["prompts"] == 1
+    (tmp_path / "turns").unlink()
+    bench_peers.run(bench, "float32", engines[:2])
+    assert not turns(tmp_path), "what cannot start is tried again, and nobody is asked again for it"
 
 
 def test_a_missing_environment_voids_its_rows_with_the_command_to_make_it(bench: Bench, use, tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ class Crew:
     precision: str
     workers: dict[Way, Worker] = field(default_factory=dict)
     voids: dict[Way, str] = field(default_factory=dict)
-    facts: dict[Way, JSON] = field(default_factory=dict)
 
     def start(self, way: Way) -> None:
         """Convert, start and warm up; a reason in `voids` where that fails."""
@@ -76,8 +75,6 @@ class Crew:
         except (ConvertError, WorkerError) as error:
             self.voids[way] = str(error)
             say(f"peers: {way} is void: {error}")
-            return
-        self.facts[way] = self.workers[way].facts
 
     def command(self, engine: Engine, way: Way, *, plan: bool = False) -> list[str | Path]:
         """The worker's command line, once what it loads is made."""
@@ -106,7 +103,7 @@ class Crew:
             say(f"peers: {way} is void: {error}")
             self.stop([way])
             return
-        self.bench.answers.add(way, prompt.id, answer, scan=scan)
+        self.bench.answers.add(way, prompt.id, answer | {"facts": self.workers[way].facts}, scan=scan)
 
     def stop(self, ways: Iterable[Way]) -> None:
         for way in list(ways):
