@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from peers.answers import Answers, Way
 from peers.crew import Bench, Crew, refusal
 from peers.engines import ENGINES, PLAIN, Engine, Shape
@@ -31,7 +32,7 @@ from eyas.errors import InputError
 from eyas.export.folder import export_draft
 from eyas.measure import stats
 from eyas.measure.prompts import bench_prompts
-from eyas.models.checkpoint import chosen_step, read_info
+from eyas.models.checkpoint import chosen_step, load_draft, read_info, save_draft
 from eyas.models.target import DEFAULT_TARGET, load_target, resolve_target
 from eyas.progress import Progress, say
 from eyas.recipe import ExportSettings
@@ -222,6 +223,13 @@ def prepare(options: argparse.Namespace) -> Bench:
     )
 
 
+def export_float32(draft: Path, wide: Path, export: Path) -> None:
+    """The one export that every converter starts from: float32, which holds a bfloat16 draft exactly, so that none is
+    converted by way of another precision. Raises InputError."""
+    save_draft(wide, *load_draft(draft, dtype=torch.float32))
+    export_draft(wide, export, ExportSettings())
+
+
 def say_table(found: JSON) -> None:
     for name, rows in found.items():
         say(f"{name}:")
@@ -257,7 +265,7 @@ def main() -> None:
         if options.plan:
             print(json.dumps(plan(bench, engines, options.precisions), indent=1))
             return
-        export_draft(bench.draft, bench.export, ExportSettings())
+        export_float32(bench.draft, bench.work / "float32", bench.export)
     except InputError as error:
         print(json.dumps({"error": error.as_dict()}) if options.json else error, file=sys.stdout)
         sys.exit(2)
