@@ -378,8 +378,11 @@ def test_a_start_without_a_draft_says_how_to_give_one(interpreter: Path) -> None
         prepare(recipe)
 
 
-HEEDING = "import signal, sys; signal.signal(signal.SIGINT, {}); from eyas.cli import main; main(sys.argv[1:])"
-"""`eyas` under a SIGINT of its own: that of a shell's background job, which this suite may be, is ignored."""
+HEEDING = (
+    "import signal, sys; signal.signal(signal.SIGINT, {}); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "from eyas.cli import main; main(sys.argv[1:])"
+)
+"""`eyas` under signals of its own: a shell's background job ignores SIGINT, nohup SIGHUP: this suite may be both."""
 HEEDED, IGNORED = HEEDING.format("signal.default_int_handler"), HEEDING.format("signal.SIG_IGN")
 ASKED = (b"loading, phase weights", signal.SIGTERM)
 INTERRUPT, AGAIN = (b"loading, phase weights", signal.SIGINT), (b"asking 2 process(es)", signal.SIGINT)
