@@ -46,6 +46,8 @@ from pack_draft import pack_draft, rounded
 
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.xz"
+WARMTH = 0.7
+"""At 1 a target of 135M parameters writes hardly a sentence that could be asked (docs/lab.md)."""
 STEPS = ("own", "prompts", "answers", "test", "captures", "train", "bench", "pack")
 """In their order; each is a property of `Making` and makes what it needs first."""
 
@@ -88,7 +90,7 @@ class Making:
         write_atomic(source, jsonl(requests(asked.ask, asked.ask_seed)))
         wanted = PromptsSettings(source=str(source), train=asked.ask, heldout=0)
         prompts = self.stages.stage("own-prompts", lambda out: make_prompts(out, wanted))
-        warm = self.recipe.respond.model_copy(update={"temperature": 1.0, "top_p": 0.95, "seed": asked.ask_seed})
+        warm = self.recipe.respond.model_copy(update={"temperature": WARMTH, "top_p": 0.9, "seed": asked.ask_seed})
         answers = self.stages.stage("own-responses", lambda out: respond(prompts, out, warm, target))
         tokenizer = load_target(target.name, trust_remote_code=target.trust_remote_code).text
         lines = sorted(read_responses(answers / RESPONSES), key=lambda line: line["id"])

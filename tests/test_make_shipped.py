@@ -132,7 +132,8 @@ def test_requests_are_the_same_for_a_seed_distinct_and_never_on_a_held_out_topic
         ('"Why do cats purr at night?"', "Why do cats purr at night?"),
         ("Question 3: What do frogs eat?", "What do frogs eat?"),
         ("a) Name five old rivers.", "Name five old rivers."),
-        ("A dog barks at the moon. Why?", "A dog barks at the moon. Why?"),
+        ("A dog barks at the moon.", "A dog barks at the moon."),
+        ("Q: What do frogs eat?", "What do frogs eat?"),
         ("", ""),
     ],
 )
@@ -147,9 +148,10 @@ def test_numbers_bullets_and_marks_are_taken_off(line: str, text: str) -> None:
         ("Why does it rain " + "so " * 40 + "much?", "too short or too long"),
         ("why does it rain so much?", "no whole sentence"),
         ("Why does it rain so much", "no whole sentence"),
-        ("Here are five questions about the rain.", "talk, a hole or a stutter"),
-        ("Write a letter to [name] about the rain.", "talk, a hole or a stutter"),
-        ("Why does does the rain fall here?", "talk, a hole or a stutter"),
+        ("Here are five questions about the rain.", "no question, no task, or more than one"),
+        ("Is this rain? I am not so sure.", "no question, no task, or more than one"),
+        ("Write a letter to [name] about the rain.", "a hole or a stutter"),
+        ("Why does does the rain fall here?", "a hole or a stutter"),
         ("Why does the rain fall on the plain?", None),
     ],
 )

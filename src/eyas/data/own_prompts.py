@@ -1,7 +1,7 @@
 """Questions that the target wrote itself: more voices than the bank's, on topics that the bank trains on. Torch-free.
 
-The target is asked for questions and tasks about a topic, sampled at temperature 1; its lines are cleaned, and what is
-no question, said before, on a held-out topic or near a test prompt is dropped, counted under its reason.
+The target is asked for questions and tasks about a topic, its answers sampled; their lines are cleaned, and what is no
+question or task, said before, on a held-out topic or near a test prompt is dropped, counted under its reason.
 """
 
 import hashlib
@@ -35,12 +35,19 @@ TOPICS = {
 }
 """Kind of topic to how it is spoken of; kinds that are no subject of a question are left out."""
 COUNTS = (5, 6, 8, 10)
-MARKS = re.compile(r"^\W*(?:(?:question|task|request|q)?\s*\d{1,2}\s*[.):\]-]|[-*•–]|[a-z][.)])?[\s\"'*_]*", re.I)
+MARKS = re.compile(r"^\W*(?:(?:question|task|request|q)?\s*\d{1,2}\s*[.):\]-]|[-*•–]|[a-z][.):])?[\s\"'*_]*", re.I)
 FEWEST, MOST = 4, 40
 """Words of a prompt."""
 ALIKE = 0.5
 """Share of words in common, of those in either, from which a prompt is near another."""
-TALK = re.compile(r"^(here (are|is)|sure|certainly|of course|as an ai|these|the following|note)\b", re.I)
+ASKING = "what how why when where who whose which can could do does did is are was were should would will have has if"
+DOING = (
+    "tell explain describe write list name give compare suggest help make create show find plan recommend summarize "
+    "define discuss imagine draw design draft prepare compose outline identify choose translate rewrite calculate "
+    "teach invent sketch rank review propose"
+)
+OPENINGS = frozenset([*ASKING.split(), *DOING.split()])
+"""First words of a question or a task: a small target's other lines are mostly talk."""
 HOLES = re.compile(r"[\[\]{}<>_|\\]|\.\.\.|\bxx+\b", re.I)
 TWICE = re.compile(r"\b([a-z]{3,})\b \1\b", re.I)
 
@@ -95,8 +102,10 @@ def unfit(text: str) -> str | None:
         return "too short or too long"
     if text[-1] not in "?.!" or not text[0].isupper() or not text.isascii():
         return "no whole sentence"
-    if TALK.search(text) or HOLES.search(text) or TWICE.search(text):
-        return "talk, a hole or a stutter"
+    if words(text)[0] not in OPENINGS or re.search(r"[.!?]\s", text):
+        return "no question, no task, or more than one"
+    if HOLES.search(text) or TWICE.search(text):
+        return "a hole or a stutter"
     if on_heldout_topic(text):
         return "a held-out topic"
     return "near the test set" if near_test_set(text) else None
