@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 JSON = dict[str, Any]
-START_S, ANSWER_S, END_S = 600.0, 300.0, 20.0
+START_S, ANSWER_S, END_S = 1800.0, 300.0, 20.0
 
 
 class WorkerError(Exception):
