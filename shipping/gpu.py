@@ -16,9 +16,9 @@ import json
 import os
 import signal
 import sys
-import tarfile
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -122,7 +122,7 @@ def go(options: argparse.Namespace) -> None:
     with stopped_after(options.seconds - (time.monotonic() - started)):
         learn(recipe, options, out, epochs)
     data = packed_draft(out)
-    write_pieces(data, "draft.tar", options.out, options.piece)
+    write_pieces(data, "draft.zip", options.out, options.piece)
     write_atomic(options.out / METRICS, (out / METRICS).read_bytes())
     say(f"gpu: done in {time.monotonic() - started:.0f} s; {len(data) / 1e6:.1f} MB in {options.out}")
 
@@ -168,7 +168,7 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 
 def packed_draft(out: Path) -> bytes:
-    """The folder's manifest, metrics and the step it hands on, without the optimiser's state, as a tar."""
+    """The folder's manifest, metrics and the step it hands on, without the optimiser's state, as a zip."""
     step = chosen_step(out)
     if not (step / CONFIG).is_file():
         raise InputError(
@@ -179,15 +179,15 @@ def packed_draft(out: Path) -> bytes:
         )
     paths = [step / CONFIG, step / WEIGHTS, out / METRICS, out / (MANIFEST if is_complete(out) else PROGRESS)]
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for path in paths:
-            archive.add(path, arcname=str(path.relative_to(out)))
+            archive.write(path, path.relative_to(out))
     return buffer.getvalue()
 
 
 def join(options: argparse.Namespace) -> None:
-    with tarfile.open(fileobj=io.BytesIO(read_pieces("draft.tar", options.folder))) as archive:
-        archive.extractall(options.out, filter="data")
+    with zipfile.ZipFile(io.BytesIO(read_pieces("draft.zip", options.folder))) as archive:
+        archive.extractall(options.out)
     say(f"gpu: {chosen_step(options.out)}" + ("" if is_complete(options.out) else ", of a run that the clock cut"))
 
 

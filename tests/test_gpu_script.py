@@ -102,7 +102,7 @@ def test_a_dry_run_leaves_the_draft_that_it_trained_in_pieces(
     gpu: ModuleType, tmp_path: Path, tiny_target: Path
 ) -> None:
     joined = dry_run(gpu, tmp_path, tiny_target, 2.0, "60", "--piece", "20000")
-    pieces = [path for path in (tmp_path / "out").glob("draft.tar.*") if path.suffix != ".json"]
+    pieces = [path for path in (tmp_path / "out").glob("draft.zip.*") if path.suffix != ".json"]
     assert len(pieces) > 3 and all(path.stat().st_size <= 20000 for path in pieces)
     ours, theirs = (draft_tensors(load_draft(folder)[0]) for folder in (joined, tmp_path / "work" / "draft"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
