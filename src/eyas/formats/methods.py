@@ -49,7 +49,7 @@ def method_of(raw: Mapping[str, Any]) -> MethodName:
     if isinstance(inner, Mapping):
         return "peagle" if inner.get("method") == "peagle" else "eagle3"
     names = raw.get("architectures")
-    named = isinstance(names, list) and any(name in PEAGLE_CLASSES for name in names)
+    named = isinstance(names, list) and any(isinstance(name, str) and name in PEAGLE_CLASSES for name in names)
     said = raw.get("speculators_model_type") == "peagle" or mask_token_of(raw) is not None
     return "peagle" if named or said else "eagle3"
 
