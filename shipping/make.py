@@ -2,7 +2,7 @@
 
     python shipping/make.py [--until answers] [--kept] [--out runs/shipped] [--set train.epochs=6 ...]
 
-    own        the target writes questions           shipping/own.jsonl, kept in git (none where ask = 0)
+    own        the target writes questions           shipping/own.jsonl, kept in git (none with --kept, or ask = 0)
     prompts    bank, own questions, held-out topics  runs/shipped/prompts
     answers    begun from shipping/answers.xz        runs/shipped/responses      then packed into that file again
     test       answers and captures of the test set  runs/shipped/test-*
@@ -84,8 +84,10 @@ class Making:
     def own(self) -> Path | None:
         """Questions that the target writes; None where none are asked for."""
         asked, path = self.asked, self.kept.with_name("own.jsonl")
-        if asked.ask == 0 or path.is_file():
-            return path if asked.ask else None
+        if path.is_file() and asked.ask:
+            return path
+        if asked.ask == 0 or self.only_kept:  # questions without an answer kept would be dropped again
+            return None
         source, target = self.out / "own-requests.jsonl", self.recipe.target
         write_atomic(source, jsonl(requests(asked.ask, asked.ask_seed)))
         wanted = PromptsSettings(source=str(source), train=asked.ask, heldout=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tiny import save_tiny_target
+from tiny import save_tiny_target, tiny_model
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 # A busy machine is no failure: nothing here is judged by the clock.
@@ -18,3 +18,14 @@ settings.load_profile("eyas")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of an 8-layer Llama with a byte-level ChatML tokenizer."""
     return save_tiny_target(tmp_path_factory.mktemp("targets") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def sharp_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target sure of its tokens: a random one's best two are so near that a learned loss leaves ties."""
+    folder = save_tiny_target(tmp_path_factory.mktemp("targets") / "sharp")
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    model.save_pretrained(folder)
+    return folder

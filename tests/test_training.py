@@ -29,7 +29,6 @@ from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made, make_samples, write_captures
-from tiny import save_tiny_target, tiny_model
 
 SHAPE = DraftSettings(vocab_size=128)
 STATES_FILE = "trainer_state/shard-00001-model-00001-of-00001.safetensors"
@@ -44,17 +43,6 @@ def captures(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
 @pytest.fixture(scope="module")
 def target(tiny_target: Path) -> Target:
     return load_target(str(tiny_target))
-
-
-@pytest.fixture(scope="module")
-def sharp_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target sure of its tokens: a random one's best two are so near that a learned loss leaves ties."""
-    folder = save_tiny_target(tmp_path_factory.mktemp("targets") / "sharp")
-    model = tiny_model()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

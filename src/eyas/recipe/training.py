@@ -100,8 +100,10 @@ class TrainSettings(Section):
     start_from: str | None = None
     """A draft folder to go on from, of Eyas (`shipped` is its own), EAGLE, SpecForge, speculators or ModelOpt: its
     shape and vocabulary map are kept, and the captures must be of its target and taps. None trains a new draft."""
-    initialise: Literal["target", "random"] = "target"
-    """Start from the target's head slice and final norm, with an attention that reads the own token; or from noise."""
+    initialise: Literal["least_squares", "target", "random"] = "least_squares"
+    """Start from the target's head slice and final norm, with an attention that reads the own token (`target`); with
+    the best linear guess of the captured states beside that (`least_squares`; latent attention has `target` in its
+    place); or from noise."""
     seed: int = 0
     """Seed of initialisation and order."""
     save_every: int = Field(default=50, ge=1)

@@ -169,7 +169,7 @@ def new_draft(target: Target, config: DraftConfig, counts_V: Tensor, initialise:
         draft.d2t, draft.t2d = build_vocab(counts_V, config.draft_vocab_size, special_ids(target, counts_V))
         draft.share_embedding(target.embedding)
         draft.to(target.embedding.device)
-        if initialise == "target":
+        if initialise != "random":
             with torch.no_grad():
                 copy_head(draft, target)
                 attend_to_self(draft)
@@ -211,15 +211,24 @@ def attend_to_self(draft: Draft) -> None:
 
 
 def _attend_to_self_grouped(attention: GroupedAttention, config: DraftConfig) -> None:
-    hidden, groups = config.hidden_size, config.num_key_value_heads
+    hidden = config.hidden_size
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         nn.init.normal_(projection.weight, std=STATE_STD)
-    shared = torch.randn(groups, 1, config.head_dim, hidden, device=attention.q_proj.weight.device) / hidden**0.5
-    shared *= (SELF_SCORE / config.head_dim**0.5) ** 0.5  # |key|^2 / sqrt(E), what attention sees, becomes SELF_SCORE
-    heads = shared.expand(-1, config.num_attention_heads // groups, -1, -1)
-    attention.q_proj.weight[:, :hidden] = heads.reshape(-1, hidden)
-    attention.k_proj.weight[:, :hidden] = shared.reshape(-1, hidden)
+    share_query_and_key(attention, config, SELF_SCORE)
     nn.init.normal_(attention.v_proj.weight[:, :hidden], std=hidden**-0.5)
+
+
+def share_query_and_key(
+    attention: GroupedAttention, config: DraftConfig, score: float, heads: slice = slice(None)
+) -> None:
+    """One random projection of the embedding for a key and for its group's query `heads`: a row's own key scores
+    `score` on average."""
+    hidden, groups = config.hidden_size, config.num_key_value_heads
+    shared = torch.randn(groups, 1, config.head_dim, hidden, device=attention.q_proj.weight.device) / hidden**0.5
+    shared *= (score / config.head_dim**0.5) ** 0.5  # |key|^2 / sqrt(E), what attention sees, becomes the score
+    queries = attention.q_proj.weight.unflatten(0, (groups, -1, config.head_dim))
+    queries[:, heads, :, :hidden] = shared
+    attention.k_proj.weight[:, :hidden] = shared.reshape(-1, hidden)
 
 
 def _attend_to_self_latent(attention: LatentAttention, hidden: int) -> None:

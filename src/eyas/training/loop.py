@@ -31,12 +31,22 @@ from eyas.training.distributed import Ranks, joined, stop_requested
 from eyas.training.heldout import HeldOut
 from eyas.training.initialise import count_tokens
 from eyas.training.inputs import check_captures
+from eyas.training.least_squares import start_from_least_squares
 from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics, metrics, note
 from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
 from eyas.training.replicas import Replicas, whole_tensor
-from eyas.training.start import data_is_online, open_samples, opened, precision, recorded, starting_draft, trainable
+from eyas.training.start import (
+    data_is_online,
+    from_least_squares,
+    open_samples,
+    opened,
+    precision,
+    recorded,
+    starting_draft,
+    trainable,
+)
 from eyas.training.teacher import Teacher
 from eyas.training.trainer_state import load_checkpoint, restore, save_step, step_folders
 
@@ -55,6 +65,7 @@ class Trainer:
     settings: TrainSettings
     dtype: torch.dtype
     ranks: Ranks = field(default_factory=Ranks)
+    unit_A: Tensor | None = None
     step: int = 0
     tokens: int = 0
     draft_of_V: Tensor = field(init=False)
@@ -67,7 +78,8 @@ class Trainer:
         self.draft_of_V = draft_ids(self.draft.t2d)
         self.objective = objective_of(settings)
         self.replicas = Replicas(self.draft, self.compute, settings.ttt_length, self.ranks, settings.parallel)
-        self.optimiser = make_optimiser(self.draft, settings)  # of the parameters as they are held now: whole or shards
+        # of the parameters as they are held now: whole or in shards
+        self.optimiser = make_optimiser(self.draft, settings, self.unit_A)
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""
@@ -90,6 +102,7 @@ class Trainer:
         if not math.isfinite(total):
             suspects = [batch for batch, loss in zip(batches, losses, strict=False) if not math.isfinite(loss)]
             raise self.not_finite("loss", total, suspects, weights)
+        self.optimiser.gradient_in_units()
         norm = self.clip()
         if not math.isfinite(norm):
             raise self.not_finite("gradient norm", norm, batches, weights)
@@ -241,8 +254,14 @@ def prepare(
         draft.to(ranks.device)
     else:
         draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
-    trainable(draft)
     teacher = Teacher(target, target_ids(draft.d2t), samples.last_hidden_norm)
+    train_split = samples.of_split("train")
+    unit_A = None
+    if from_least_squares(settings, draft):
+        resumed = torch.ones(draft.fc.in_features, device=ranks.device)  # the checkpoint's are read into it
+        fresh = folder is None
+        unit_A = start_from_least_squares(draft, teacher, samples, train_split, settings.seed) if fresh else resumed
+    trainable(draft)
     if ranks.place.local_rank:
         ranks.wait()  # the first process of this machine makes the file that all of it share
     argmax_file = out / ("argmax.int32" if ranks.place.machine == 0 else f"argmax-{ranks.place.machine}.int32")
@@ -250,13 +269,12 @@ def prepare(
     if not ranks.place.local_rank:
         ranks.wait()
     lengths = [sample.length for sample in samples.samples]
-    train_split = samples.of_split("train")
     trained_on = [train_split[index] for index in order(len(train_split), settings.epochs, settings.seed)]
     packed = pack(trained_on, lengths, settings.batch_tokens)
     plan = [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
     check_shares(plan, settings, ranks)
     dtype = DTYPES[stage.decided["precision"]]
-    trainer = Trainer(draft, info, teacher, batches, plan, lengths, settings, dtype, ranks)
+    trainer = Trainer(draft, info, teacher, batches, plan, lengths, settings, dtype, ranks, unit_A)
     if folder is not None:
         trainer.step, trainer.tokens = restore(folder, draft, trainer.optimiser, ranks)
         say(f"train: resuming at step {trainer.step} of {len(plan)}")

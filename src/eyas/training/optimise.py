@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from eyas.models.draft import Draft
 from eyas.recipe import TrainSettings
@@ -14,19 +15,66 @@ OUTSIDE = ("lm_head.weight", "embed_tokens.weight")
 """Matrices that face tokens, one row each: no linear map between states, so none of Muon's."""
 
 
-class Optimiser:
-    """One or two of torch's optimisers that share the draft's parameters, stepped as one."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's Newton-Schulz iteration (Keller Jordan, 2024; torch.optim.Muon has the same)."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self.parts = parts
+
+class Muon(torch.optim.Muon):
+    """torch's Muon with Nesterov's momentum, but the iteration in float32 on a CPU: in bfloat16, which torch fixes, it
+    takes ten times as long as all the rest of a step where a CPU has no bfloat16 products (docs/lab.md)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(momentum, group["momentum"]), group["ns_steps"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """The nearest matrix whose singular values are one, nearly: between 0.7 and 1.2 after five steps."""
+    a, b, c = QUINTIC
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+class Optimiser:
+    """One or two of torch's optimisers that share the draft's parameters, stepped as one.
+
+    `unit_A`: what one of the columns of `fc` counts in, the deviation of the tap it reads: taps of one target differ
+    tenfold, and a step of one size for all would move what the largest say by a hundred times what the smallest do.
+    `fc` is moved as if it read taps divided by it.
+    """
+
+    def __init__(self, parts: list[torch.optim.Optimizer], fc: Tensor, unit_A: Tensor | None) -> None:
+        self.parts, self.fc, self.unit_A = parts, fc, unit_A
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return list(chain.from_iterable(part.param_groups for part in self.parts))
 
+    def gradient_in_units(self) -> None:
+        """Before anything is clipped: the gradient of what `fc` holds in units of its columns."""
+        if self.unit_A is not None and self.fc.grad is not None:
+            here(self.fc.grad).div_(self.unit_A)
+
+    @torch.no_grad()
     def step(self) -> None:
+        before, unit_A = here(self.fc).clone(), self.unit_A
         for part in self.parts:
             part.step()
+        if unit_A is not None:
+            here(self.fc).sub_(before).div_(unit_A).add_(before)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
@@ -34,7 +82,7 @@ class Optimiser:
 
     def kept(self, parameter: Tensor) -> tuple[str, ...]:
         """The names of what is kept of this parameter from step to step: a checkpoint holds it, a resume wants it."""
-        muon = isinstance(self.owner(parameter), torch.optim.Muon)
+        muon = isinstance(self.owner(parameter), Muon)
         return ("momentum_buffer",) if muon else ("step", "exp_avg", "exp_avg_sq")
 
     def owner(self, parameter: Tensor) -> torch.optim.Optimizer:
@@ -51,10 +99,15 @@ def trained(draft: Draft) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
 
 
-def make_optimiser(draft: Draft, settings: TrainSettings) -> Optimiser:
+def here(tensor: Tensor) -> Tensor:
+    """`tensor` itself, or this process's rows of it where it is in shards; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_optimiser(draft: Draft, settings: TrainSettings, unit_A: Tensor | None = None) -> Optimiser:
     """Decay on matrices only. `fused`: one pass over the parameters in place of one a tensor and operation.
 
-    Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`), so that one learning rate serves both.
+    Muon's updates are scaled to the size of AdamW's (torch's `match_rms_adamw`), so that one learning rate serves both.
     """
     named = trained(draft)
     inside = [name for name, parameter in named.items() if parameter.dim() == 2 and name not in OUTSIDE]
@@ -66,14 +119,13 @@ def make_optimiser(draft: Draft, settings: TrainSettings) -> Optimiser:
     ]
     adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
     if not inner:
-        return Optimiser([adamw])
-    muon = torch.optim.Muon(
+        return Optimiser([adamw], draft.fc.weight, unit_A)
+    muon = Muon(
         [named[name] for name in inner],
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
     )
-    return Optimiser([muon, adamw])
+    return Optimiser([muon, adamw], draft.fc.weight, unit_A)
 
 
 def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:

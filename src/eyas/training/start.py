@@ -25,6 +25,7 @@ from eyas.stage import PROGRESS, Stage, begin, flat
 from eyas.training.distributed import Ranks
 from eyas.training.initialise import draft_config, new_draft, special_ids
 from eyas.training.inputs import check_draft
+from eyas.training.least_squares import unfit
 
 NORM_CODES = {"before": "teacher_double_normed", "after": "teacher_not_normed"}
 """What a teacher of the draft's norm state would be over states of the other one."""
@@ -131,6 +132,15 @@ def starting_draft(
         last_hidden_norm=samples.last_hidden_norm,
     )
     return draft, info
+
+
+def from_least_squares(settings: TrainSettings, draft: Draft) -> bool:
+    """Whether a run's new draft starts so; where its shape has no such start, the target's head is what is left."""
+    if settings.initialise != "least_squares" or settings.start_from is not None:
+        return False
+    if (reason := unfit(draft)) is not None:
+        say(f"train: {reason}: starts from the target's head alone")
+    return reason is None
 
 
 def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Manifest, shape: DraftSettings) -> Draft:

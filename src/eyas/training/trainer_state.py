@@ -125,7 +125,8 @@ def optimiser_tensors(draft: Draft, optimiser: Optimiser) -> dict[str, Tensor]:
         for name, parameter in trained(draft).items()
         for key, value in optimiser.owner(parameter).state[parameter].items()
     }
-    return tensors | {"rng": torch.get_rng_state()}
+    unit = {} if optimiser.unit_A is None else {"unit.fc.weight": optimiser.unit_A}
+    return tensors | unit | {"rng": torch.get_rng_state()}
 
 
 def write_states(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:

@@ -1,0 +1,169 @@
+"""The start in closed form, against the equations that it solves; `fc` moves in units of what it reads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eyas.data.shards import CaptureReader
+from eyas.models.vocab import target_ids
+from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
+from eyas.run import Manifest
+from eyas.training.evaluate import evaluate
+from eyas.training.initialise import draft_config, new_draft
+from eyas.training.least_squares import Moments, moments_of, solve, start_from_least_squares
+from eyas.training.loop import train
+from eyas.training.optimise import Muon, make_optimiser, orthogonal
+from eyas.training.teacher import Teacher
+from made_captures import BOUNDARIES, made
+from test_loss import make_draft
+
+WIDTH, HIDDEN, ROWS = 9, 4, 200
+RIDGE = 0.125 * (WIDTH + 2 * HIDDEN) / ROWS
+
+
+def made_moments(seed: int) -> Moments:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(WIDTH + 2 * HIDDEN, WIDTH + 2 * HIDDEN, generator=generator, dtype=torch.float64)
+    joined = torch.randn(ROWS, WIDTH + 2 * HIDDEN, generator=generator, dtype=torch.float64) @ mixed
+    return Moments(joined.T @ joined / ROWS, torch.ones(WIDTH), ROWS, WIDTH)
+
+
+def damped_blocks(moments: Moments) -> Tensor:
+    """The moments of [x, e] with the ridge of each on its own diagonal."""
+    both = moments.product[: WIDTH + HIDDEN, : WIDTH + HIDDEN].clone()
+    sizes = both.diagonal().clone()
+    both.diagonal()[:WIDTH] += RIDGE * sizes[:WIDTH].mean()
+    both.diagonal()[WIDTH:] += RIDGE * sizes[WIDTH:].mean()
+    return both
+
+
+@given(seed=st.integers(0, 10_000))
+def test_at_full_rank_it_is_the_ridge_solution_of_taps_and_token_together(seed: int) -> None:
+    moments = made_moments(seed)
+    fc, read, write = solve(moments, torch.eye(HIDDEN, dtype=torch.float64), 6)
+    wanted = torch.linalg.solve(damped_blocks(moments), moments.product[: WIDTH + HIDDEN, WIDTH + HIDDEN :])
+    assert read.shape == (4, 6) and write.shape == (6, 4)
+    torch.testing.assert_close(torch.cat([fc, read @ write]), wanted, rtol=1e-6, atol=1e-8)
+
+
+@given(seed=st.integers(0, 10_000), rank=st.integers(1, 3))
+def test_no_other_factors_of_the_rank_cost_the_logits_less(seed: int, rank: int) -> None:
+    moments = made_moments(seed)
+    head = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    metric = head.T @ head / 12
+    known = metric + 1e-3 * metric.diagonal().mean() * torch.eye(HIDDEN, dtype=torch.float64)
+    both, cross = damped_blocks(moments), moments.product[: WIDTH + HIDDEN, WIDTH + HIDDEN :]
+
+    def cost(fc: Tensor, read: Tensor, write: Tensor) -> Tensor:
+        map_ = torch.cat([fc, read @ write])
+        return torch.trace((map_.T @ both @ map_ - 2 * map_.T @ cross) @ known)
+
+    found = solve(moments, metric, rank)
+    least = cost(*found)
+    slopes = torch.autograd.grad(cost(*(part.requires_grad_() for part in found)), found)
+    assert max(float(slope.abs().max()) for slope in slopes) < 1e-6 * max(1.0, float(least.abs()))
+    generator = torch.Generator().manual_seed(seed + 2)
+    for _ in range(5):
+        other = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in found]
+        best = torch.linalg.solve(both[:WIDTH, :WIDTH], cross[:WIDTH] - both[:WIDTH, WIDTH:] @ other[1] @ other[2])
+        assert cost(best, *other[1:]) >= least
+
+
+def test_moments_are_of_the_rows_before_supervised_tokens(tmp_path: Path, tiny_target: Path) -> None:
+    folder, target = made(tmp_path / "captures", tiny_target, train=3, heldout=0)
+    samples = CaptureReader(folder)
+    draft = new_draft(
+        target, draft_config(target, BOUNDARIES, DraftSettings(vocab_size=100)), torch.arange(259), "target", 0
+    )
+    teacher = Teacher(target, target_ids(draft.d2t), "before")
+    moments = moments_of(draft, teacher, samples, [0, 1, 2])
+    assert moments is not None
+    assert moments.rows == sum(int(samples.mask(number).sum()) for number in range(3))
+    torch.testing.assert_close(moments.of("x", "x").diagonal().mean(), torch.tensor(1.0).double(), rtol=0.5, atol=0)
+    torch.testing.assert_close(moments.of("e", "e").diagonal().mean(), torch.tensor(1.0).double(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("shape", [{}, {"fc_norm": False}, {"block": "qwen3"}, {"norm_output": True}])
+def test_a_draft_guesses_right_before_its_first_step(tmp_path: Path, sharp_target: Path, shape: dict) -> None:
+    folder, _ = made(tmp_path / "captures", sharp_target, train=24, heldout=0)
+    named, shaped = TargetSettings(name=str(sharp_target)), DraftSettings(vocab_size=259, **shape)
+    right = {}
+    for start in ("target", "least_squares"):
+        still = TrainSettings(
+            epochs=0.2, batch_tokens=64, learning_rate=1e-9, evaluate_every=0, precision="float32", initialise=start
+        )
+        train(folder, tmp_path / start, still, shaped, named)
+        right[start] = evaluate(tmp_path / start, folder, EvaluateSettings(steps=1), named, split="train")
+    assert right["least_squares"]["accuracy"][0] > right["target"]["accuracy"][0] + 0.1
+
+
+def test_two_starts_of_one_seed_are_the_same(tmp_path: Path, tiny_target: Path) -> None:
+    folder, target = made(tmp_path / "captures", tiny_target, train=4, heldout=0)
+    samples = CaptureReader(folder)
+    config = draft_config(target, BOUNDARIES, DraftSettings(vocab_size=100))
+    made_twice = []
+    for _ in range(2):
+        draft = new_draft(target, config, torch.arange(259), "least_squares", 0)
+        unit_A = start_from_least_squares(
+            draft, Teacher(target, target_ids(draft.d2t), "before"), samples, [0, 1, 2, 3], seed=0
+        )
+        made_twice.append([unit_A, *(parameter.detach() for parameter in draft.parameters() if not parameter.is_meta)])
+        torch.rand(3)
+    assert all(torch.equal(one, other) for one, other in zip(*made_twice, strict=True))
+
+
+def test_latent_attention_starts_from_the_targets_head_alone(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = made(tmp_path / "captures", tiny_target, train=4, heldout=0)
+    settings = TrainSettings(epochs=0.5, batch_tokens=64, evaluate_every=0, precision="float32")
+    named = TargetSettings(name=str(tiny_target))
+    manifest: Manifest = train(folder, tmp_path / "draft", settings, DraftSettings(vocab_size=100, block="mla"), named)
+    assert manifest.facts["steps"] > 0
+    assert "starts from the target's head alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_fc_moves_as_if_it_read_taps_divided_by_their_units(optimiser: str) -> None:
+    settings = TrainSettings(optimiser=optimiser, learning_rate=0.01)  # type: ignore[arg-type]
+    unit = torch.linspace(0.1, 30.0, make_draft().fc.in_features)
+    in_units, divided = make_draft(), make_draft()
+    with torch.no_grad():
+        divided.fc.weight.copy_(in_units.fc.weight * unit)
+    ours, plain = make_optimiser(in_units, settings, unit), make_optimiser(divided, settings)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        slope = torch.randn(in_units.fc.weight.shape, generator=generator)
+        in_units.fc.weight.grad, divided.fc.weight.grad = slope * unit, slope.clone()
+        ours.gradient_in_units()
+        ours.step()
+        plain.step()
+    torch.testing.assert_close(in_units.fc.weight * unit, divided.fc.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
+def test_an_orthogonal_step_has_singular_values_near_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonal(matrix, steps=5))
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+
+
+def test_muon_on_a_cpu_is_torchs_up_to_its_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, generator=generator)
+    slopes = [torch.randn(6, 4, generator=generator) for _ in range(3)]
+    made_by: list[Callable[..., torch.optim.Optimizer]] = [Muon, torch.optim.Muon]
+    ends = []
+    for kind in made_by:
+        weight = torch.nn.Parameter(start.clone())
+        muon = kind([weight], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for slope in slopes:
+            weight.grad = slope.clone()
+            muon.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends, rtol=0.02, atol=2e-3)
