@@ -5,7 +5,7 @@ was accepted once level i - 1 was, over its late rounds; from that and the cost 
 every depth, and the best of arms, depths and plain decoding is run. An arm is first tried at its shallowest, and one
 left aside is tried again after a while, which doubles with every try that brought nothing. What its rounds lost
 against plain decoding, the draft's catching up included, is a debt of which every round pays off PART of a plain step,
-and no try begins in debt: a useless source costs its first rounds, that part and a try, whatever its price. Of several
+and no try begins in debt; and no round is drafted whose whole loss a text could not pay (FIRST). Of several
 texts side by side one makes the try, since a draft has all of a text to catch up with before it drafts for it. Costs
 are measured once, before the first text; after that the same texts give the same rounds, whatever the clock says.
 """
@@ -33,6 +33,10 @@ TRY, FADE = 6, 0.25
 """Rounds of a try, and what its outcome leaves of what was known before."""
 PART = 0.01
 """Of a plain step, what every round sets aside for an arm's next try."""
+FIRST, SHARE, MOST_CREDIT = 0.45, 0.015, 5.0
+"""Plain steps that a text may lose to drafting beyond an arm's credit: at first, and more with every round of the text;
+and the most credit that an arm has. So a text of 32 tokens or more keeps 97 % of plain decoding's speed with a source
+that is never right, whatever it costs: what it cannot pay is not run."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
 
@@ -84,6 +88,8 @@ class Arm:
     """The text that makes it."""
     debt: float = 0.0
     """Plain steps that its rounds lost and that are not paid off yet."""
+    credit: float = 0.0
+    """Plain steps that it may lose: one for every drafted token that was accepted, MOST_CREDIT at most."""
 
     def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
         """(tokens a second, depth) of the best of `depths`, the shallower of equals; at first only the shallowest."""
@@ -104,9 +110,12 @@ class Arm:
     def _ready(self) -> bool:
         return self.aside >= self.patience and self.debt <= 0
 
-    def charge(self, loss: float) -> None:
-        """A round of it lost so many plain steps. Gains, which are negative, pay debts and are not saved."""
+    def charge(self, loss: float, accepted: int) -> float:
+        """A round of it lost so many plain steps, or gained where that is negative. What its credit did not cover."""
         self.debt = max(0.0, self.debt + loss)
+        uncovered = max(0.0, loss - self.credit)
+        self.credit = min(MOST_CREDIT, max(0.0, self.credit - max(0.0, loss)) + accepted)
+        return uncovered
 
     def turn(self, text: object, share: float = 1.0, *, run: bool, best: bool) -> None:
         """A round of `text` goes by in which this arm has something to offer, `share` of a round of all texts. A try
@@ -136,7 +145,9 @@ class AdaptiveProposer:
         self.arms: dict[str, Arm] = {}
         self._text, self._share = object(), 1.0
         self._running: tuple[Arm, int, float, float] | None = None
-        self._behind = 0
+        self._behind = self._rounds = 0
+        self._lost = 0.0
+        """Plain steps that this text lost beyond its arms' credit."""
 
     def fork(self) -> "AdaptiveProposer":
         """What is learnt by one is known to all."""
@@ -156,7 +167,7 @@ class AdaptiveProposer:
 
     def begin(self) -> None:
         """A new text. What was learnt of the sources stays."""
-        self._running, self._behind = None, 0
+        self._running, self._behind, self._rounds, self._lost = None, 0, 0, 0.0
         for source in self.sources:
             source.begin()
 
@@ -164,7 +175,7 @@ class AdaptiveProposer:
         if self._running is not None:
             arm, drafted, cost, behind = self._running
             arm.survival.learn(drafted, len(ids) - 1)
-            arm.charge(self._share * (cost - len(ids)) + behind)
+            self._lost += arm.charge(self._share * (cost - len(ids)) + behind, len(ids) - 1)
             self._running = None
         self._behind += len(ids)
         for source in self.sources:
@@ -172,6 +183,7 @@ class AdaptiveProposer:
 
     def propose(self, num_steps: int) -> Tree:
         found = self.ngram.propose(num_steps) if self.ngram else Tree()
+        self._rounds += 1
         offers = self._offers(num_steps, found)
         name = self._choose({name: rate for name, (rate, _) in offers.items()})
         if name is None:
@@ -180,7 +192,7 @@ class AdaptiveProposer:
         if name == "draft":
             assert self.draft is not None, "only a draft offers as a draft"
             tree = self.draft.propose(depth)
-            cost, behind = self.costs.draft[tree.depth], max(0, self._behind - USUAL_ROWS) * self.costs.row
+            cost, behind = self.costs.draft[tree.depth], self._catching_up
             self._behind = 0
         else:
             tree = Tree(found.tokens[:depth], found.parents[:depth])
@@ -189,15 +201,30 @@ class AdaptiveProposer:
         return tree
 
     def _offers(self, num_steps: int, found: Tree) -> dict[str, tuple[float, int]]:
-        """(tokens a second, depth) of every arm that can draft now."""
+        """(tokens a second, depth) of every arm that has something to draft now."""
         offers = {}
         if self.draft is not None:
             depths = [num_steps] if self.fixed else range(1, num_steps + 1)
-            offers["draft"] = self._arm("draft").best(self.costs.draft, depths)
+            offers["draft"] = self._offer("draft", depths, self.costs.draft, self._catching_up)
         if self.ngram is not None and found.tokens:
             name = f"ngram {min(self.ngram.match, LONGEST_CLASS)}"
-            offers[name] = self._arm(name).best(self.costs.ngram, range(1, found.depth + 1))
+            offers[name] = self._offer(name, range(1, found.depth + 1), self.costs.ngram)
         return offers
+
+    def _offer(
+        self, name: str, depths: Sequence[int], costs: Mapping[int, float], behind: float = 0.0
+    ) -> tuple[float, int]:
+        """(tokens a second, depth) among the depths whose round this text can pay even if it gains nothing; a rate of 0
+        where it can pay none."""
+        arm = self._arm(name)
+        most = arm.credit + FIRST + SHARE * self._rounds - self._lost - behind
+        payable = [depth for depth in depths if self.fixed or self._share * (costs[depth] - 1) <= most]
+        return arm.best(costs, payable) if payable else (0.0, depths[0])
+
+    @property
+    def _catching_up(self) -> float:
+        """Plain steps that the draft takes for the rows it was told and has not computed."""
+        return max(0, self._behind - USUAL_ROWS) * self.costs.row
 
     def _choose(self, rates: Mapping[str, float]) -> str | None:
         """The arm to run, None for a plain step: the best, or one whose time for another try has come."""
@@ -206,7 +233,7 @@ class AdaptiveProposer:
         rests = not (self.fixed and self.draft)
         if best is not None and rests and rates[best] <= MARGIN / self.costs.ngram[0]:
             best = None
-        due = next((name for name in rates if name != best and self.arms[name].due(self._text)), None)
+        due = next((n for n in rates if n != best and rates[n] and self.arms[n].due(self._text)), None)
         for name in rates:
             self.arms[name].turn(self._text, self._share, run=name == (due or best), best=name == best)
         return due or best
