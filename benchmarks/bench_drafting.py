@@ -5,11 +5,14 @@
 
 Without a draft an untrained one is taken: the worst case of an adaptive depth, told by kind of prompt with --per-kind
 (so many of each kind of the test set). Every prompt is decoded plainly and in
-every way in turn, so that a busy moment of the machine strikes all alike; read the ratios.
+every way in turn, so that a busy moment of the machine strikes all alike; read the ratios. `cpu` ones are of processor
+seconds, which other processes' turns are no part of.
 """
 
 import argparse
 import json
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -47,6 +50,15 @@ WAYS = {
 }
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A prompt's plain text and the drafted one, and the processor seconds of their rounds."""
+
+    plain: Generation
+    fast: Generation
+    cpu: tuple[float, float]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", type=Path)
@@ -72,14 +84,15 @@ def main() -> None:
     for name in given.ways.split(","):
         drafting = WAYS[name]
         engine = Engine(target, draft, drafting=drafting, int8=int8, draft_int8=int8, announce=False)
-        pairs: list[tuple[Generation, Generation]] = []
+        pairs: list[Pair] = []
         with Progress(name, len(prompts), "prompts") as bar:
             for index, prompt in enumerate(prompts):
                 turns = (0, engine.num_steps) if index % 2 else (engine.num_steps, 0)
-                runs = {steps: engine.generate(prompt.ids, given.tokens, steps) for steps in turns}
-                pairs.append((runs[0], runs[engine.num_steps]))
+                runs = {steps: decode(engine, prompt, given.tokens, steps) for steps in turns}
+                (plain, cpu), (fast, fast_cpu) = runs[0], runs[engine.num_steps]
+                pairs.append(Pair(plain, fast, (cpu, fast_cpu)))
                 bar.advance(1)
-        results[name] = figures(pairs, engine) | {"by_kind": by_kind(prompts, pairs)}
+        results[name] = figures(pairs, engine) | {"cpu_by_kind": by_kind(prompts, pairs)}
         engine.close()
         say(f"{name}: {json.dumps(results[name])}")
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,33 +101,48 @@ def main() -> None:
     say(f"wrote {given.out}")
 
 
-def by_kind(prompts: list[BenchPrompt], pairs: list[tuple[Generation, Generation]]) -> dict[str, float]:
-    """Plain over drafted seconds of all prompts of a kind together."""
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    for prompt, (plain, fast) in zip(prompts, pairs, strict=True):
-        kind = prompt.id.removeprefix("test-").rpartition("-")[0]
-        seconds.setdefault(kind, []).append((plain.seconds_decode, fast.seconds_decode))
-    return {kind: round(sum(a for a, _ in both) / sum(b for _, b in both), 3) for kind, both in seconds.items()}
+def decode(engine: Engine, prompt: BenchPrompt, tokens: int, num_steps: int) -> tuple[Generation, float]:
+    """A text, and the processor seconds of its rounds."""
+    text = engine.begin(prompt.ids, tokens, num_steps)
+    since = time.process_time()
+    while text.finish is None:
+        engine.round(text)
+    return text.generation(), time.process_time() - since
 
 
-def figures(pairs: list[tuple[Generation, Generation]], engine: Engine) -> dict[str, object]:
+def by_kind(prompts: list[BenchPrompt], pairs: list[Pair]) -> dict[str, float]:
+    """Plain over drafted processor seconds of all prompts of a kind together."""
+    kinds: dict[str, list[Pair]] = {}
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        kinds.setdefault(prompt.id.removeprefix("test-").rpartition("-")[0], []).append(pair)
+    return {kind: cpu_speedup(both) for kind, both in kinds.items()}
+
+
+def cpu_speedup(pairs: list[Pair]) -> float:
+    return round(sum(pair.cpu[0] for pair in pairs) / sum(pair.cpu[1] for pair in pairs), 3)
+
+
+def figures(pairs: list[Pair], engine: Engine) -> dict[str, object]:
     """Acceptance, and decode seconds per token, plain over drafted: the median prompt and the worst."""
-    timed = [(plain, fast) for plain, fast in pairs if len(plain.ids) > 1 and len(fast.ids) > 1]
-    rounds = [n for _, fast in timed for n in fast.rounds]
-    depths = [n for _, fast in timed for n in fast.depths]
+    timed = [pair for pair in pairs if len(pair.plain.ids) > 1 and len(pair.fast.ids) > 1]
+    rounds = [n for pair in timed for n in pair.fast.rounds]
+    depths = [n for pair in timed for n in pair.fast.depths]
+    drafted = [len(pair.fast.depths) - pair.fast.depths.count(0) for pair in timed]
     ratios = [
-        plain.seconds_decode / (len(plain.ids) - 1) / (fast.seconds_decode / (len(fast.ids) - 1))
-        for plain, fast in timed
+        pair.plain.seconds_decode / (len(pair.plain.ids) - 1) / (pair.fast.seconds_decode / (len(pair.fast.ids) - 1))
+        for pair in timed
     ]
     return {
         "speedup": round(median(ratios), 3),
         "worst_prompt": round(min(ratios), 3),
+        "cpu_speedup": cpu_speedup(timed),
+        "drafted_per_text": {str(n): drafted.count(n) for n in sorted(set(drafted))},
         "accept_length": round(accept_length(rounds), 3),
         "survival": survival(rounds, engine.num_steps),
         "mean_depth": round(sum(depths) / len(depths), 2),
         "plain_rounds": round(depths.count(0) / len(depths), 3),
-        "same_texts": all(plain.ids == fast.ids for plain, fast in timed),
-        "round_costs": None if engine.costs is None else dict(engine.costs.draft),
+        "same_texts": all(pair.plain.ids == pair.fast.ids for pair in timed),
+        "round_costs": None if engine.costs is None else asdict(engine.costs),
     }
 
 

@@ -16,7 +16,7 @@ from eyas.engine.costs import StepCosts, measure_costs
 from eyas.engine.generate import Engine, Generation
 from eyas.errors import InputError
 from eyas.measure import stats
-from eyas.measure.prompts import BenchPrompt, bench_prompts
+from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
 from eyas.measure.stats import Depth, Timing
 from eyas.models.checkpoint import has_info, load_draft
 from eyas.models.draft import Draft
@@ -31,6 +31,7 @@ JSON = dict[str, Any]
 Loaded = tuple[Target, Draft | None]
 DEEPEST = 4
 WARM_UP = 2
+PILOT_PROMPTS, PILOT_TOKENS = 20, 32
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,12 @@ def candidate(
 
 
 def pilot(loaded: Loaded, prompts: Sequence[BenchPrompt], settings: BenchSettings) -> list[float]:
-    """Survival of the deepest chain on a few of the prompts, for want of the evaluator's."""
+    """Survival of the deepest chain on some of the prompts, for want of the evaluator's: beginnings of many texts, for
+    acceptance differs more from prompt to prompt than from round to round."""
     deepest = settings.num_steps or DEEPEST
     engine = Engine(*loaded, num_steps=deepest, announce=False)
-    few = prompts[:: max(1, len(prompts) // 4)][:4]
-    rounds = [n for prompt in few for n in engine.generate(prompt.ids, settings.max_new_tokens, deepest).rounds]
+    some, tokens = spread(prompts, min(PILOT_PROMPTS, len(prompts))), min(PILOT_TOKENS, settings.max_new_tokens)
+    rounds = [n for prompt in some for n in engine.generate(prompt.ids, tokens, deepest).rounds]
     engine.close()
     return stats.survival(rounds, deepest)
 
