@@ -113,7 +113,7 @@ def test_drafted_texts_are_plain_texts(loaded: Loaded, name: str) -> None:
             plain = engine.generate(prompt.ids, TOKENS, 0, sampling=way.sampling)
             if way.branches:
                 vocabulary = loaded.target.vocab_size
-                engine.proposer = BranchingProposer(plain.ids, len(prompt.ids), vocabulary, lambda i: i % 4 == 0)
+                engine.proposer = BranchingProposer(plain.ids, len(prompt.ids), vocabulary, lambda i: i % 5 == 0)
             fast = engine.generate(prompt.ids, TOKENS, NUM_STEPS, sampling=way.sampling)
             rounds += fast.rounds
             if fast.ids != plain.ids:
