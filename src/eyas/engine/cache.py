@@ -16,7 +16,7 @@ L attended length, E width of a query and a key, U width of a value.
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,11 @@ def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     """Every path from the root to a row that none follows."""
     followed = set(parents)
     return [path_to(row, parents) for row in range(len(parents)) if row not in followed]
+
+
+def branching(parents: Sequence[int] | None) -> Sequence[int] | None:
+    """`parents` of a tree that branches; None of a chain, whose rows need not be told what they follow."""
+    return None if parents is None or list(parents) == list(range(-1, len(parents) - 1)) else parents
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -86,11 +91,14 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
         self.addresses: tuple[Any, Any] | None = None
         """Where every layer's buffers lie, once the compiled forward has looked (engine/native.py)."""
+        self.moves = 0
+        """How often the buffers were dropped: addresses of before are nobody's then."""
         self.start = self.rows = 0
         self.spans: list[Span] = []
         self._positions_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._columns = torch.arange(0, device=device)
-        self._tree: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tree: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of the latest forward's rows by layer, where they are a tree's that `keep` may still lay."""
         self.own: Any = None
         """The past of a model that keeps it itself (engine/own_past.py), which no row of this cache holds."""
 
@@ -99,6 +107,7 @@ class KVCache:
         if rows > self.capacity:
             self.capacity = attended_length(rows - 1, self.block)
             self.keys, self.values, self.addresses = {}, {}, None
+            self.moves += 1
             self._columns = torch.arange(self.capacity, device=self.device)
 
     def copy(self, other: "KVCache", rows: int) -> None:
@@ -166,12 +175,12 @@ class KVCache:
     def keep(self, path: Sequence[int]) -> None:
         """Rows `path` of the latest forward stand, at start, start + 1, ... A chain's lie there already."""
         laid = torch.tensor(list(path), device=self.device)
-        for layer, (key, value) in self._tree.items():
+        for layer, (key, value) in self.tree.items():
             self.write(layer, key, value, laid)
 
     def _start(self, start: int, rows: int, last: int) -> None:
         assert last <= self.capacity, f"reserve() rows before a forward over {start + rows}"
-        self.start, self.rows, self._tree = start, rows, {}
+        self.start, self.rows, self.tree = start, rows, {}
 
     def _visible(self, length: int) -> Tensor:
         return self._columns[None, :length] <= self._positions_R1
@@ -202,23 +211,14 @@ class KVCache:
         if self.spans[0].path_D is None:
             self.write(layer, key_BKRE, value_BKRU)
         else:
-            self._tree[layer] = key_BKRE, value_BKRU
-        heads, groups = query_BNRE.shape[1], key_BKRE.shape[1]
-        # The query heads of a group become rows of one head: no copy of keys and values for grouped queries.
-        query = query_BNRE.reshape(1, groups, -1, query_BNRE.shape[-1])
+            self.tree[layer] = key_BKRE, value_BKRU
+        group = query_BNRE.shape[1] // key_BKRE.shape[1]
         merged: Tensor | None = None
         for span in self.spans:
             if span.path_D is not None:
                 self.write(layer, key_BKRE, value_BKRU, span.path_D)
-            slices, mask = (
-                (keys[:, :, : span.length], values[:, :, : span.length]),
-                self._mask(span, heads // groups, window),
-            )
-            if softcap is None and sinks_N is None:
-                context = nn.functional.scaled_dot_product_attention(query, *slices, attn_mask=mask, scale=scale)
-            else:
-                context = _attend_in_steps(query, *slices, mask, scale, softcap, sinks_N)
-            context = context.view(1, heads, self.rows, -1)
+            slices = keys[:, :, : span.length], values[:, :, : span.length]
+            context = attend_slice(query_BNRE, *slices, self._mask(span, group, window), scale, softcap, sinks_N)
             if merged is None:
                 merged = context
             else:
@@ -238,13 +238,39 @@ class KVCache:
         """Additive mask [S, L], made once a forward for all layers alike."""
         mask = span.masks.get((group, window))
         if mask is None:
-            visible = span.visible_RL
-            if window is not None:
-                visible = visible & (self._columns[None, : span.length] > self._positions_R1 - window)
-            mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-            mask = mask.masked_fill_(~visible, float("-inf")).repeat(group, 1)
+            columns_1L = self._columns[None, : span.length]
+            mask = additive_mask(span.visible_RL, columns_1L, self._positions_R1, group, window, self.dtype)
             span.masks[group, window] = mask
         return mask
+
+
+def additive_mask(
+    visible_RL: Tensor, columns_1L: Tensor, positions_R1: Tensor, group: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """[S, L]: 0 where a row sees a slot, minus infinity where it does not, or no longer through its window."""
+    if window is not None:
+        visible_RL = visible_RL & (columns_1L > positions_R1 - window)
+    mask = torch.zeros(visible_RL.shape, dtype=dtype, device=visible_RL.device)
+    return mask.masked_fill_(~visible_RL, float("-inf")).repeat(group, 1)
+
+
+def attend_slice(
+    query_BNRE: Tensor,
+    key_BKLE: Tensor,
+    value_BKLU: Tensor,
+    mask_SL: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Attention of a forward's rows over a slice of the cache; context [B, N, R, U]."""
+    heads, rows = query_BNRE.shape[1:3]
+    # The query heads of a group become rows of one head: no copy of keys and values for grouped queries.
+    query = query_BNRE.reshape(1, key_BKLE.shape[1], -1, query_BNRE.shape[-1])
+    if softcap is None and sinks_N is None:
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(query, key_BKLE, value_BKLU, attn_mask=mask_SL, scale=scale).view(1, heads, rows, -1)
+    return _attend_in_steps(query, key_BKLE, value_BKLU, mask_SL, scale, softcap, sinks_N).view(1, heads, rows, -1)
 
 
 def _attend_in_steps(
@@ -281,7 +307,26 @@ class SideBySide:
         return torch.cat([cache.attend(layer, *states, *more) for cache, *states in parts])
 
 
-RUNNING: ContextVar[KVCache | SideBySide | None] = ContextVar("RUNNING", default=None)
+class Running(Protocol):
+    """What attends in a forward."""
+
+    def attend(
+        self,
+        layer: int,
+        query_BNRE: Tensor,
+        key_BKRE: Tensor,
+        value_BKRU: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks_N: Tensor | None,
+        /,
+    ) -> Tensor:
+        """KVCache.attend."""
+        ...
+
+
+RUNNING: ContextVar[Running | None] = ContextVar("RUNNING", default=None)
 """The cache of the forward that runs. No keyword of that forward, for some architectures hand none on to attention."""
 
 

@@ -7,8 +7,9 @@ from torch import nn
 
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import RoundCosts, measure_rounds
-from eyas.engine.draft_forward import draft_forward
 from eyas.engine.forward import Forward, check_rolls_back
+from eyas.engine.graphed_draft import draft_runner
+from eyas.engine.graphs import Recording
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.propose import DraftProposer, Proposer, prepared
 from eyas.engine.proposers import draft_proposer
@@ -34,9 +35,11 @@ def compose(
     costs: RoundCosts | None = None,
     dtype: torch.dtype | None = None,
     int8: bool = False,
+    recording: Recording | None = None,
 ) -> Proposers:
     """`drafting.num_steps` is set; `costs` None: measured where something is chosen by them; `dtype`, `int8`: the
-    draft's. The draft is compiled where the target is and where it can be.
+    draft's. The draft is compiled where the target is and where it can be; else `recording` says how its steps are
+    recorded, if at all.
 
     Raises InputError for a draft that does not fit the target, and for a target that nothing can be drafted for.
     """
@@ -45,7 +48,7 @@ def compose(
     if draft is not None or drafting.ngram:
         check_rolls_back(forward)
     if draft is not None:
-        runner = draft_forward(prepared(draft, forward.target, dtype), forward, int8)
+        runner = draft_runner(prepared(draft, forward.target, dtype), forward, int8, recording)
         first = draft_proposer(runner, drafting)
         linears = first.settle(max(drafting.num_steps + 1, drafting.topk), kernels)
     second = NgramProposer(drafting.ngram) if drafting.ngram else None

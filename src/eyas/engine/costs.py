@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.engine.draft_forward import draft_forward
 from eyas.engine.forward import Forward, check_rolls_back
+from eyas.engine.graphed_draft import draft_runner
+from eyas.engine.graphs import recording_for
 from eyas.engine.linear import fastest_kernels, install, uninstall
 from eyas.engine.propose import DraftProposer, prepared
 from eyas.engine.proposers import draft_proposer
@@ -46,7 +47,8 @@ def measure_costs(
     most = max(depths) + 1
     counts = sorted({1, *(depth + 1 for depth in depths)})
     layers, head = layer_linears(target), [target.head]
-    forward, facts = start(target, draft.config.boundaries, most, int8=int8)
+    recording = recording_for(target.model.device)
+    forward, facts = start(target, draft.config.boundaries, most, int8=int8, recording=recording)
     if not forward.rolls_back:
         forward.close()
     check_rolls_back(forward)
@@ -54,7 +56,7 @@ def measure_costs(
     if facts.path != "compiled" and not int8:
         for group in (layers, head):
             install(group, fastest_kernels(group, counts))
-    proposer = draft_proposer(draft_forward(prepared(draft, target), forward, draft_int8))
+    proposer = draft_proposer(draft_runner(prepared(draft, target), forward, draft_int8, recording))
     drafting = proposer.settle(most)
     ids = torch.randint(target.vocab_size, (CONTEXT + most,), generator=torch.Generator().manual_seed(0)).tolist()
     forward.cache.reserve(CONTEXT + most)

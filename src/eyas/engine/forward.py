@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.cache import ATTENTION, RUNNING, KVCache, SideBySide, depths, register
+from eyas.engine.cache import ATTENTION, RUNNING, KVCache, Running, SideBySide, branching, depths, register
 from eyas.engine.experts import use_experts_by_row
 from eyas.engine.rows import Lanes, TextRows
 from eyas.errors import InputError
@@ -151,7 +151,7 @@ class ModuleForward:
         self,
         ids: Sequence[Sequence[int]],
         positions: Sequence[Sequence[int]],
-        running: KVCache | SideBySide,
+        running: Running,
         /,
         **given: Any,
     ) -> Any:
@@ -160,11 +160,15 @@ class ModuleForward:
         device, last = self.cache.device, self.target.context_length - 1
         placed = [[min(position, last) for position in row] for row in positions]
         self.positions = placed[0]
+        ids_BR = torch.tensor([list(row) for row in ids], device=device)
+        return self._call(ids_BR, torch.tensor(placed, device=device), running, **given)
+
+    def _call(self, ids_BR: Tensor, positions_BR: Tensor, running: Running, /, **given: Any) -> Any:
         if "position_ids" in self._takes:
-            given["position_ids"] = torch.tensor(placed, device=device)
+            given["position_ids"] = positions_BR
         token = RUNNING.set(running)
         try:
-            return self.target.backbone(input_ids=torch.tensor([list(row) for row in ids], device=device), **given)
+            return self.target.backbone(input_ids=ids_BR, **given)
         finally:
             RUNNING.reset(token)
 
@@ -242,16 +246,22 @@ class TargetForward(ModuleForward):
 
     def _plan(self, text: TextRows) -> tuple[Sequence[int], Sequence[int]]:
         """Ids and positions of a text's rows in their bucket; its cache is told of the forward."""
-        ids, start, parents = text.ids, text.start, text.parents
+        tree = branching(text.parents)
+        padded, positions = self._bucket(text.ids, text.start, tree)
+        if tree is None:
+            text.cache.begin(text.start, len(padded))
+        else:
+            text.cache.begin_paths(text.start, tree, len(padded))
+        return padded, positions
+
+    def _bucket(self, ids: Sequence[int], start: int, tree: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """Ids and positions of the rows of a chain, or of a `tree`, padded."""
         count = max(len(ids), self.rows or 0)
         padded = [*ids, *[ids[-1]] * (count - len(ids))]
-        if parents is None or list(parents) == list(range(-1, len(ids) - 1)):
-            text.cache.begin(start, count)
-            return padded, range(start, start + count)
-        assert len(parents) == len(ids) and parents[0] == -1 and -1 not in parents[1:], "one root, a parent for each id"
-        text.cache.begin_paths(start, parents, count)
-        positions = [start + depth for depth in depths(parents)]
-        return padded, [*positions, *[start] * (count - len(ids))]
+        if tree is None:
+            return padded, list(range(start, start + count))
+        assert len(tree) == len(ids) and tree[0] == -1 and -1 not in tree[1:], "one root, a parent for each id"
+        return padded, [*(start + depth for depth in depths(tree)), *[start] * (count - len(ids))]
 
     def keep(self, path: Sequence[int]) -> None:
         self.cache.keep(path)
@@ -260,11 +270,9 @@ class TargetForward(ModuleForward):
         self.cache.begin(start, len(ids), by_position=False)
         return self._states_of([ids], [range(start, start + len(ids))], self.cache)
 
-    def _states_of(
-        self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], cache: KVCache | SideBySide
-    ) -> Tensor:
+    def _states_of(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], running: Running) -> Tensor:
         mask = self._no_mask.expand(len(ids), -1, -1, -1)
-        return self._run_texts(ids, positions, cache, attention_mask=mask, use_cache=False).last_hidden_state
+        return self._run_texts(ids, positions, running, attention_mask=mask, use_cache=False).last_hidden_state
 
 
 @dataclass(frozen=True)

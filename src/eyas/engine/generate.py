@@ -14,6 +14,9 @@ from torch import Tensor
 from eyas.engine.compose import compose
 from eyas.engine.costs import RoundCosts
 from eyas.engine.forward import Forward
+from eyas.engine.graphed_draft import GraphedDraft
+from eyas.engine.graphed_forward import GraphedForward
+from eyas.engine.graphs import Recording, recording_for
 from eyas.engine.linear import uninstall
 from eyas.engine.propose import Proposer
 from eyas.engine.rows import Verified
@@ -42,7 +45,8 @@ class Engine:
     the draft if there is one). `costs` are what an adaptive depth is chosen by (None: measured here). `draft_dtype`
     None is the target's; `int8` and `draft_int8` round weights to eight bits. `kernels` "auto" compiles or measures,
     "torch" is the plain path with F.linear. `cache_rows` bounds the caches (None: as large as a text needs). `trace`
-    (None: as EYAS_TRACE says) records every stage, of the plain path, until close(). The target's modules are used in
+    (None: as EYAS_TRACE says) records every stage, of the plain path, until close(). `recording` says how steps of the
+    plain path are recorded and replayed (None: as CUDA graphs on CUDA, else not). The target's modules are used in
     place (attention and linears may be exchanged), so one engine at a time owns a target: close() gives it back. Raises
     InputError for a draft that does not fit the target.
     """
@@ -62,6 +66,7 @@ class Engine:
         cache_rows: int | None = None,
         draft_dtype: torch.dtype | None = None,
         costs: RoundCosts | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.target, self.cache_rows = target, cache_rows
         drafting = drafting or DraftingSettings()
@@ -75,14 +80,21 @@ class Engine:
         self.trace: EngineTrace | None = None
         self.spans = NoSpans()
         self.forward: Forward
+        recording = None if plain else recording or recording_for(target.model.device, cache_rows)
         with torch.inference_mode():
-            self.forward, self.facts = start(target, boundaries, self.rows, kernels=kernels, int8=int8, plain=plain)
+            self.forward, self.facts = start(
+                target, boundaries, self.rows, kernels=kernels, int8=int8, plain=plain, recording=recording
+            )
         try:
             with torch.inference_mode():
-                made = compose(self.forward, draft, self.drafting, kernels, costs, draft_dtype, draft_int8)
+                made = compose(self.forward, draft, self.drafting, kernels, costs, draft_dtype, draft_int8, recording)
+            runner = None if made.draft is None else made.draft.forward
             self.proposer: Proposer | None = made.proposer
             self.costs = made.costs
             self._linears += made.linears
+            graphs = [part.graphs for part in (self.forward, runner) if isinstance(part, GraphedForward | GraphedDraft)]
+            self.graphs = [found for found in graphs if found is not None]
+            """Recorded steps of target and draft; `on` rests them."""
             self.trace = None if request is None else EngineTrace(request, self.forward, made.draft)
         except InputError:
             self.close()

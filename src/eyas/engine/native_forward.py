@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.engine.cache import KVCache
+from eyas.engine.cache import KVCache, branching
 from eyas.engine.forward import PREFILL_ROWS
 from eyas.engine.native import Decoder, DecoderParts, LayerParts, Rows
 from eyas.engine.rows import Lanes, TextRows
@@ -79,8 +79,7 @@ class NativeForward:
 
     def verify(self, ids: Sequence[int], start: int, parents: Sequence[int] | None = None) -> Tensor:
         """Final-normed states [1, R, H] of a chain, or of a tree (TargetForward.verify)."""
-        chain = parents is None or list(parents) == list(range(-1, len(ids) - 1))
-        return self._run(ids, start, None if chain else parents)
+        return self._run(ids, start, branching(parents))
 
     def verify_texts(self, texts: Sequence[TextRows]) -> Lanes:
         """All in one forward: the weights are read once for all."""

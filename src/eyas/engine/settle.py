@@ -36,6 +36,8 @@ class EngineFacts:
     """`compiled` (native.cpp); through transformers' modules `plain`, `own attention` or `own state`."""
     why: str = ""
     """Why no faster path runs."""
+    graphs: str = ""
+    """`used`: steps are recorded and replayed as CUDA graphs; else why not. Empty where the device has none."""
 
     def describe(self) -> str:
         """The start-up line."""
@@ -48,6 +50,8 @@ class EngineFacts:
             bucket = "one row at a time: it decodes, and nothing can be drafted for it"
         elif self.path == "own attention":
             bucket += ", trees verified path by path: draft chains"
+        if self.graphs:
+            path += f", CUDA graphs {self.graphs}" if self.graphs == "used" else f", no CUDA graphs ({self.graphs})"
         return (
             f"engine: {self.precision}, {path}, {bucket}; linears {self.layer_kernels[rows]}, "
             f"head {self.head_kernels[rows]}"

@@ -1,10 +1,13 @@
 """Which forward an engine runs its target by: compiled kernels where they fit, else the plain path, with the reason."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from eyas.engine.forward import Forward, ModuleForward, TargetForward
+from eyas.engine.graphed_forward import GraphedForward
+from eyas.engine.graphs import Recording
 from eyas.engine.linear import uninstall
 from eyas.engine.native_build import load_native
 from eyas.engine.native_forward import NativeForward, unsupported
@@ -24,20 +27,24 @@ def start(
     kernels: str = "auto",
     int8: bool = False,
     plain: str | None = None,
+    recording: Recording | None = None,
 ) -> tuple[Forward, EngineFacts]:
     """A forward for up to `most` rows that has passed its self-test, and what was settled.
 
     `kernels` "auto" tries the compiled ones, any other name means the plain path with these linears. `plain`: a reason
-    to run the plain path all the same. Raises InputError for a target that neither can run.
+    to run the plain path all the same. `recording`: how the plain path's steps are recorded (None: they are not).
+    Raises InputError for a target that neither can run.
     """
     own = own_states(target)
     native = _native(target, boundaries, most, int8, own) if kernels == "auto" and plain is None else plain or ""
     if not isinstance(native, str):
         return native
-    forward = _through_modules(target, boundaries, own)
+    ways = WAYS if recording is None else (GraphedForward, *WAYS[1:])
+    forward = _through_modules(ways, target, boundaries, own)
     try:
         why = "; ".join(reason for reason in (native, forward.reason) if reason)
-        return forward, settle(forward, most, kernels, int8=int8, why=why)
+        facts = settle(forward, most, kernels, int8=int8, why=why)
+        return forward, facts if recording is None else _record(forward, facts, recording)
     except InputError:
         forward.close()
         uninstall([*layer_linears(target), target.head])
@@ -50,13 +57,25 @@ MISFITS = (InputError, RuntimeError, ValueError, TypeError, IndexError, KeyError
 """What an architecture's code raises that is handed a past it was not written for."""
 
 
-def _through_modules(target: Target, boundaries: Sequence[int], own: Tensor) -> ModuleForward:
+def _record(forward: ModuleForward, facts: EngineFacts, recording: Recording) -> EngineFacts:
+    """Let `forward` replay its steps from now on, where rows keep their bits so."""
+    if not isinstance(forward, GraphedForward):
+        return replace(facts, graphs=f"not on the {forward.name} path")
+    graphs = forward.use_graphs(recording)
+    if facts.lossless and not check_rows(forward, facts.rows or 1) and not graphs.why:
+        graphs.refuse("replayed rows differ in the self-test")
+    return replace(facts, graphs=graphs.why or "used")
+
+
+def _through_modules(
+    ways: Sequence[type[ModuleForward]], target: Target, boundaries: Sequence[int], own: Tensor
+) -> ModuleForward:
     """The first way whose rows are the target's own; its `reason` says why not those before it.
 
     Raises InputError where there is none.
     """
     reasons: list[str] = []
-    for way in WAYS:
+    for way in ways:
         forward = _made(way, target, boundaries, own)
         if not isinstance(forward, str):
             forward.reason = "; ".join(reasons)
