@@ -23,7 +23,7 @@ from eyas.run import Manifest, read_manifest
 from eyas.training import loop, trainer_state
 from eyas.training.batches import order, pack
 from eyas.training.evaluate import evaluate
-from eyas.training.initialise import draft_config, gain, new_draft
+from eyas.training.initialise import draft_config, expected_counts, gain, new_draft
 from eyas.training.loop import train
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
@@ -361,3 +361,28 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_a_likely_token_enters_the_vocabulary_before_one_that_was_hardly_counted(target: Target) -> None:
+    counts, expected = torch.zeros(259), torch.zeros(259)
+    counts[10:16] = torch.tensor([50.0, 30.0, 20.0, 3.0, 2.0, 1.0])
+    expected[[10, 11, 200, 201]] = torch.tensor([0.5, 0.4, 0.06, 0.04])
+    config = draft_config(target, BOUNDARIES, DraftSettings(vocab_size=7))
+    kept = {}
+    for name, shares in (("counted", None), ("expected", expected)):
+        draft = new_draft(target, config, counts, "target", 0, shares)
+        kept[name] = draft.t2d.nonzero().flatten().tolist()
+    assert kept == {"counted": [2, 10, 11, 12, 13, 14, 15], "expected": [2, 10, 11, 12, 13, 200, 201]}
+
+
+def test_expected_shares_are_the_targets_own_probabilities(tmp_path: Path, target: Target) -> None:
+    samples = make_samples(target, 2, 0)
+    folder = write_captures(tmp_path / "captures", target, samples)
+    found = expected_counts(target, CaptureReader(folder), [0, 1])
+    rows = []
+    for sample in samples:
+        with torch.no_grad():
+            logits_TV = target.model(input_ids=sample.ids_T[None]).logits[0]
+        rows.append(logits_TV[:-1][sample.loss_mask_T[1:]].softmax(-1))
+    torch.testing.assert_close(found, torch.cat(rows).double().mean(0), rtol=1e-4, atol=1e-7)
+    assert abs(float(found.sum()) - 1) < 1e-4

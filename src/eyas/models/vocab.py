@@ -43,8 +43,8 @@ def build_vocab(counts_V: Tensor, draft_vocab_size: int, keep: Iterable[int] = (
             where="the target's generation_config.json",
             next="mend eos_token_id there",
         )
-    ranked = counts_V.to(torch.int64).clone()
-    ranked[kept] = torch.iinfo(torch.int64).max
+    ranked = counts_V.to(torch.float64, copy=True)
+    ranked[kept] = torch.inf
     used_D = torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[used_D] = True

@@ -18,6 +18,7 @@ from eyas.models.target import Target
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
 from eyas.recipe import DraftSettings, validate
+from eyas.training.teacher import Teacher
 
 SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
 
@@ -155,18 +156,50 @@ def count_tokens(reader: Samples, indices: Iterable[int], loss_on: str, vocab_si
     return counts_V
 
 
+EXPECTED_ROWS, AT_ONCE = 16_384, 64
+"""Rows whose next tokens are expected, about, and samples read at a time."""
+
+
+@torch.no_grad()
+def expected_counts(target: Target, reader: Samples, indices: list[int]) -> Tensor:
+    """The share of each token [V] among those supervised had the target drawn them, by its probabilities there.
+
+    A draft serves texts that nobody has seen: of the tokens never counted these tell which are likely there.
+    """
+    teacher = Teacher(target, torch.arange(0), reader.last_hidden_norm)
+    total = sum(reader.samples[index].length for index in indices)
+    spread = indices[:: max(1, total // EXPECTED_ROWS)]
+    summed_V, rows = torch.zeros(target.vocab_size, dtype=torch.float64), 0
+    for place in range(0, len(spread), AT_ONCE):
+        for sample in reader.read_all(spread[place : place + AT_ONCE]):
+            states = sample.last_hidden_TH[:-1][sample.loss_mask_T[1:]]
+            if len(states):
+                summed_V += teacher.expected_counts(states)
+                rows += len(states)
+    return summed_V / max(1, rows)
+
+
 def special_ids(target: Target, counts_V: Tensor) -> list[int]:
     """The stop ids, and other special tokens that answers contain: never left out, however rare."""
     special = {int(index) for index in target.tokenizer.all_special_ids}
     return sorted(set(target.stop_ids) | {index for index in special if index < len(counts_V) and counts_V[index]})
 
 
-def new_draft(target: Target, config: DraftConfig, counts_V: Tensor, initialise: str, seed: int) -> Draft:
-    """A draft ready to train, from `seed` alone."""
+def new_draft(
+    target: Target,
+    config: DraftConfig,
+    counts_V: Tensor,
+    initialise: str,
+    seed: int,
+    expected_V: Tensor | None = None,
+) -> Draft:
+    """A draft ready to train, from `seed` alone. Its vocabulary is of the tokens counted most, `expected_V` [V], their
+    shares by the target's own probabilities, counted for as much."""
+    ranked_V = counts_V if expected_V is None else counts_V + counts_V.sum() * expected_V
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         draft = make_draft(config)
-        draft.d2t, draft.t2d = build_vocab(counts_V, config.draft_vocab_size, special_ids(target, counts_V))
+        draft.d2t, draft.t2d = build_vocab(ranked_V, config.draft_vocab_size, special_ids(target, counts_V))
         draft.share_embedding(target.embedding)
         draft.to(target.embedding.device)
         if initialise != "random":

@@ -23,7 +23,7 @@ from eyas.run import JSON, Manifest, check_same, manifest_hash
 from eyas.shipped import draft_folder
 from eyas.stage import PROGRESS, Stage, begin, flat
 from eyas.training.distributed import Ranks
-from eyas.training.initialise import draft_config, new_draft, special_ids
+from eyas.training.initialise import draft_config, expected_counts, new_draft, special_ids
 from eyas.training.inputs import check_draft
 from eyas.training.least_squares import unfit
 
@@ -118,7 +118,9 @@ def starting_draft(
     """The draft before its first step, and its `eyas` block."""
     if settings.start_from is None:
         config = draft_config(target, samples.boundaries, shape)
-        draft = new_draft(target, config, counts_V, settings.initialise, settings.seed)
+        reduced = config.draft_vocab_size < target.vocab_size
+        expected_V = expected_counts(target, samples, samples.of_split("train")) if reduced else None
+        draft = new_draft(target, config, counts_V, settings.initialise, settings.seed, expected_V)
     else:
         draft = somebodys_draft(draft_folder(settings.start_from), target, samples, manifest, shape)
         say_coverage(draft, target, counts_V)

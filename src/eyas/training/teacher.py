@@ -45,6 +45,12 @@ class Teacher:
         chunks = [self.target.logits(rows).float().argmax(dim=-1) for rows in self.normed(last_hidden_TH).split(ROWS)]
         return torch.cat(chunks).to(last_hidden_TH.device)
 
+    def expected_counts(self, last_hidden_TH: Tensor) -> Tensor:
+        """How often each token follows these rows, by the target's own probabilities [V], float64."""
+        chunks = self.normed(last_hidden_TH).split(ROWS)
+        shares = [self.target.logits(rows).float().softmax(-1).sum(0) for rows in chunks]
+        return torch.stack(shares).sum(0).double().cpu()
+
 
 def next_tokens(ids_T: Tensor) -> Tensor:
     """The token that follows each row, [T]; -1 after the last."""
