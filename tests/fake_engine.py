@@ -117,6 +117,26 @@ def start(port: int, fate: dict) -> int:
     return 0
 
 
+def record(text: str) -> None:
+    line(time.strftime(f"(EngineCore pid={os.getpid()}) INFO %m-%d %H:%M:%S [core.py:1] {text}"), stamped=False)
+
+
+def start_vllm(port: int, fate: dict) -> int:
+    """As much of vLLM's start as tells its layers, then loading for `loads_s`, then ready."""
+    record("non-default args: {'model': 'm'}")
+    record("Loading model from scratch...")
+    record(fate["said"])
+    time.sleep(fate.get("loads_s", 0.0))
+    record("Model loading took 1.00 GiB memory and 1.000000 seconds")
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    record(f"Starting vLLM server on http://127.0.0.1:{port}")
+    line("INFO:     Application startup complete.", stamped=False)
+    Handler.ready = True
+    time.sleep(fate.get("lives_s", 30))
+    return 0
+
+
 def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["--child"]:
@@ -127,8 +147,11 @@ def main() -> int:
     fate = json.loads(os.environ.get("FAKE", '{"fate": "ready"}'))
     Handler.old = bool(fate.get("old"))
     if words[:1] == ["-c"]:
-        sys.stdout.write(json.dumps([fate["fate"] != "absent", "sglang", fate.get("release", "0.5.23"), "3.11"]) + "\n")
+        name = "vllm" if fate["fate"] == "vllm" else "sglang"
+        sys.stdout.write(json.dumps([fate["fate"] != "absent", name, fate.get("release", "0.5.23"), "3.11"]) + "\n")
         return 0
+    if fate["fate"] == "vllm":
+        return start_vllm(int(words[words.index("--port") + 1]), fate)
     flags = [word for word in words[2:] if word.startswith("--")]
     unknown = [flag for flag in flags if flag not in FLAGS and not flag.startswith("--speculative")]
     if unknown:

@@ -472,6 +472,7 @@ PIECES = [
     sglang(*TARGET_GRAPHS),
     sglang(FIRED_UP),
     vllm("Starting to load model /m..."),
+    vllm("Using auxiliary layers from speculative config: (2, 18, 33)"),
     "Loading safetensors checkpoint shards:  50% Completed | 4/8 [00:03<00:03,  1.21it/s]\r",
     "Traceback (most recent call last):\n",
     '  File "/vllm/a.py", line 1, in f\n',

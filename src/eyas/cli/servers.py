@@ -100,11 +100,13 @@ def watch(
     url: str | None = None,
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
     once: bool = False,
+    draft: str | None = None,
     common: Common = FLAGS,
 ) -> int:
     """Is it loading, stuck, dead or ready, and why: a server of anybody's, by its folder, log, pid or url, or --all.
 
-    Follows until it ends; with --once one look, and exit status 3 for crashed or stuck.
+    Follows until it ends; with --once one look, and exit status 3 for crashed or stuck. Where a starting engine says
+    which layers it reads, they are held against the draft's own: the one it was started with, else --draft.
     """
 
     found = None if all_ else find(folder, log, pid, url)
@@ -112,7 +114,7 @@ def watch(
     def work() -> dict[str, Any]:
         if found is None:
             return watch_all_once() if once else watch_all_following()
-        return watch_once(found) if once else watch_following(found)
+        return watch_once(found, draft) if once else watch_following(found, draft)
 
     known = {} if found is None else {"engine": found.engine, "pid": found.pid, "url": found.url}
     reads = [folder, log, url] if found is None else [found.folder, found.log, found.url]

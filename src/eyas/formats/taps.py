@@ -9,7 +9,7 @@ read.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from eyas.errors import InputError, did_you_mean
 from eyas.formats.engines import Engine
@@ -25,6 +25,8 @@ from eyas.formats.targets import (
 )
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+TapSource = Literal["config", "model"]
+"""Where an engine has its layer ids from: the draft's config, or the default of the target's class."""
 
 
 def default_boundaries(num_hidden_layers: int, where: str = "recipe: capture.boundaries") -> tuple[int, int, int]:
@@ -166,6 +168,30 @@ def captures(engine: Engine, keys: TapKeys, target_type: str | None, num_hidden_
     read = {"sglang": _sglang, "vllm": _vllm, "llamacpp": _llamacpp}[engine.name]
     found = read(engine, keys, target_type, num_hidden_layers)
     return replace(found, problems=engine.problems + found.problems)
+
+
+def said(
+    engine: Engine,
+    ids: Sequence[int],
+    source: TapSource,
+    keys: TapKeys,
+    target_type: str | None,
+    num_hidden_layers: int | None,
+) -> Capture:
+    """The boundaries that `engine` captures where its own log says that it reads layers `ids`; `keys` are the draft's.
+
+    vLLM only, the one engine that says so: its log and a top-level list of ids are in one numbering.
+    """
+    assert engine.name == "vllm" and ids, "only vLLM tells its layers, and at least one"
+    found = captures(replace(engine, problems=()), TapKeys(top=tuple(ids)), target_type, num_hidden_layers)
+    words, problems = "the draft's config", found.problems
+    if source == "model":
+        words = "the default of the target's class"
+        unread = keys.top or keys.nested or keys.layer_ids
+        absent = f"{list(unread)} is in the config, and not read" if unread else "no ids"
+        code = "ids_ignored" if unread else "config_key_missing"
+        problems = (_absent(code, IDS_KEY, f"{absent}: {words}, {list(ids)}, is taken"), *problems)
+    return replace(found, rule=f"its log: layers {list(ids)}, from {words}", problems=problems)
 
 
 def ids_for(engine: Engine, boundaries: Sequence[int], target_type: str | None, num_hidden_layers: int) -> list[int]:

@@ -17,6 +17,7 @@ from eyas.launch.causes import UNEXPLAINED, UNEXPLAINED_ADVICE
 from eyas.launch.lines import LineSplitter, shown
 from eyas.launch.phases import STATES, Engine
 from eyas.launch.reading import Reading
+from eyas.launch.said_taps import SaidTaps
 
 BLOCK_BYTES = 1 << 18
 FINGERPRINT_BYTES = 64
@@ -35,6 +36,8 @@ class LogState:
     """Share of the phase that is done, 0 to 1, where the log has a bar."""
     shards: tuple[int, int] | None = None
     """Checkpoint shards read and in all, in the phases weights and draft_weights."""
+    taps: SaidTaps | None = None
+    """The layers that the engine says it reads for the draft, in its own numbers; None: it did not say."""
     cause: str | None = None
     """Code of launch/causes."""
     evidence: str | None = None
@@ -152,6 +155,7 @@ def _state(reading: Reading, bytes_read: int, note: str | None) -> LogState:
         phase=phase,
         progress=reading.progress,
         shards=reading.shards,
+        taps=reading.taps,
         cause=(UNEXPLAINED if why.kind == "end" else why.code) if why else None,
         evidence=why.line() if why else None,
         advice=(UNEXPLAINED_ADVICE if why.kind == "end" else why.advice) if why else None,

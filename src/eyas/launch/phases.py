@@ -9,6 +9,8 @@ import re
 from collections import defaultdict
 from typing import Literal, NamedTuple
 
+from eyas.launch.said_taps import STARTS as SAYS_TAPS
+
 Engine = Literal["sglang", "vllm", "embedded", "llamacpp"]
 
 LOADING = ["args", "distributed", "weights", "draft_weights"]
@@ -40,12 +42,12 @@ STATES |= dict.fromkeys(("kv_cache", "compile", "graphs", "http", "warmup"), "wa
 
 class Milestone(NamedTuple):
     """`act`: start (what was before is another server's), enter (the phase), load (weights, the target's or the
-    draft's), done (its work is over, the phase is not), serve (a server at work: ready if its start was not seen),
-    stop (it was told to end)."""
+    draft's), done (its work is over, the phase is not), taps (the same, and which layers are read), serve (a server at
+    work: ready if its start was not seen), stop (it was told to end)."""
 
     engine: Engine | None
     phase: str
-    act: Literal["start", "enter", "load", "done", "serve", "stop"]
+    act: Literal["start", "enter", "load", "done", "taps", "serve", "stop"]
     starts: tuple[str, ...]
     """The message begins with one of these,"""
     then: str = ""
@@ -84,6 +86,7 @@ MILESTONES = (
     Milestone("vllm", "weights", "enter", ("Starting to load model ", "Loading model from scratch")),
     Milestone("vllm", "weights", "done", ("Loading weights took ",), r"[\d.]+ seconds"),
     Milestone("vllm", "draft_weights", "enter", ("Loading drafter model...",)),
+    Milestone("vllm", "draft_weights", "taps", SAYS_TAPS, r"(?:speculative )?(?:config|model): "),
     Milestone("vllm", "weights", "done", ("Model loading took ",), r"[\d.]+ GiB"),
     # vLLM: compilation/backends.py, monitor.py, v1/worker/cpu_model_runner.py
     Milestone("vllm", "compile", "enter", ("Dynamo bytecode transform time: ", "Compiling a graph for ")),

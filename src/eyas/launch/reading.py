@@ -10,6 +10,7 @@ from eyas.launch.causes import engine_named, find
 from eyas.launch.explain import DETAIL_CHARACTERS, Clue, Clues, clue, exception_clue, own_clue
 from eyas.launch.lines import BAR, Line, parse, when
 from eyas.launch.phases import Engine, Milestone
+from eyas.launch.said_taps import SaidTaps, said_taps
 from eyas.launch.tracebacks import Traceback, Tracebacks
 
 KEPT_LINES = 20
@@ -41,6 +42,8 @@ class Reading:
     """Of the phase: which part of the start, and which phase in it (`_place`)."""
     progress: float | None = None
     shards: tuple[int, int] | None = None
+    taps: SaidTaps | None = None
+    """What the last line that told them told."""
     phase_starts: dict[str, datetime | None] = field(default_factory=dict)
     moment: datetime | None = None
     """Of the last milestone."""
@@ -139,7 +142,9 @@ class Reading:
         if found.act == "serve":
             if self.phase is None:
                 self._enter("ready", line)
-        elif found.act == "done":
+        elif found.act in ("done", "taps"):
+            if found.act == "taps":
+                self.taps = said_taps(line.message) or self.taps
             self._done(found.phase, line)
         elif found.act == "load":
             times, _ = self.loads.get(line.source, (0, False))
@@ -164,7 +169,7 @@ class Reading:
     def _start(self, engine: Engine, line: Line) -> None:
         """Another server's log begins here, unless this one has only begun."""
         if self.phase not in (None, "args") or self.end or self.engine not in (None, engine):
-            self.phase = self.progress = self.shards = self.end = self.moment = None
+            self.phase = self.progress = self.shards = self.taps = self.end = self.moment = None
             self.place, self.soft = (-1, 0), False
             self.phase_starts, self.loads, self.clues, self.traces = {}, {}, Clues(), Tracebacks()
         self.engine = engine

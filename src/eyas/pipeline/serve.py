@@ -21,7 +21,8 @@ from eyas.launch.watch import LOOK_S, Watch
 from eyas.pipeline.interrupts import by_keyboard, interrupts
 from eyas.pipeline.live import LiveAcceptance, acceptance_of
 from eyas.pipeline.plan import Plan
-from eyas.pipeline.watch_view import Screen, acceptance_words
+from eyas.pipeline.said_taps import TapsWatch, taps_of
+from eyas.pipeline.watch_view import Screen, acceptance_words, taps_words
 from eyas.progress import console, say
 from eyas.recipe import Recipe, ServeSettings, TargetSettings
 from eyas.run import cache_folder, is_complete
@@ -192,13 +193,14 @@ def serve(launch: Launch, *, detach: bool = False, force: bool = False) -> dict[
     say(launch.command.line)
     with interrupts() as signals:
         server = start(launch.command, launch.folder, launch.key)
-        watch = Watch(of_folder(launch.folder), launch.expected)
+        found = of_folder(launch.folder)
+        watch, taps = Watch(found, launch.expected), taps_of(found)
         try:
             signals.release()
             with Screen(console, say) as screen:
-                status = _until_ready(watch, server, screen, launch.settings.give_up_s)
-                result = _result(watch, server, status)
-                return result if detach else _stay(watch, server, screen, result)
+                status = _until_ready(watch, server, screen, taps, launch.settings.give_up_s)
+                result = _result(watch, server, status, taps)
+                return result if detach else _stay(watch, server, screen, taps, result)
         except KeyboardInterrupt:
             _stop(server)
             raise
@@ -214,16 +216,16 @@ def _stop(server: Server) -> dict[str, Any]:
         return stop(Doomed.of(server), grace_s=0.0, say=say)
 
 
-def _until_ready(watch: Watch, server: Server, screen: Screen, give_up_s: float) -> Status:
+def _until_ready(watch: Watch, server: Server, screen: Screen, taps: TapsWatch, give_up_s: float) -> Status:
     stuck_since: float | None = None
     while True:
         status = watch.look()
-        screen.show(status, server.url, watch.log, watch.gpus)
+        screen.show(status, server.url, watch.log, watch.gpus, told=taps_words(taps.look(watch.log)))
         if status.state == "ready":
             record_start(server.key, phase_times(watch.memory, watch.memory.ready_at or time.time()))
             return status
         if status.state in ENDED:
-            raise died(watch, server, status)
+            raise died(watch, server, status, taps)
         if status.state == "stuck":
             if stuck_since is None:
                 stuck_since = time.monotonic()
@@ -231,13 +233,13 @@ def _until_ready(watch: Watch, server: Server, screen: Screen, give_up_s: float)
             if time.monotonic() - stuck_since >= give_up_s:
                 where = stack(server.pid)
                 stop(Doomed.of(server), say=say)
-                raise died(watch, server, status, where)
+                raise died(watch, server, status, taps, where)
         else:
             stuck_since = None
         time.sleep(LOOK_S)
 
 
-def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) -> dict[str, Any]:
+def _stay(watch: Watch, server: Server, screen: Screen, taps: TapsWatch, result: dict[str, Any]) -> dict[str, Any]:
     """Follow a ready server until it ends or is interrupted, which is its usual end."""
     live = acceptance_of(of_folder(Path(server.folder)))
     try:
@@ -245,9 +247,10 @@ def _stay(watch: Watch, server: Server, screen: Screen, result: dict[str, Any]) 
         say(f"ready at {server.url} after {result['ready_s']:.1f} s; {how} stops it")
         while True:
             status = watch.look()
-            screen.show(status, server.url, watch.log, watch.gpus, live_words(live, watch))
+            more, told = live_words(live, watch), taps_words(taps.look(watch.log))
+            screen.show(status, server.url, watch.log, watch.gpus, more, told)
             if status.state == "crashed":
-                raise died(watch, server, status)
+                raise died(watch, server, status, taps)
             if status.state == "stopped":
                 return result | {"state": "stopped"}
             time.sleep(LOOK_S)
@@ -267,7 +270,7 @@ def live_words(live: LiveAcceptance, watch: Watch) -> list[str]:
     return [acceptance_words(found, live.trend.words), *([warning] if warning else [])]
 
 
-def _result(watch: Watch, server: Server, status: Status) -> dict[str, Any]:
+def _result(watch: Watch, server: Server, status: Status, taps: TapsWatch) -> dict[str, Any]:
     ready = watch.memory.ready_at or time.time()
     return {
         "url": server.url,
@@ -280,10 +283,11 @@ def _result(watch: Watch, server: Server, status: Status) -> dict[str, Any]:
         "engine": server.engine,
         "folder": server.folder,
         "notes": list(status.notes),
+        **taps.as_dict,
     }
 
 
-def died(watch: Watch, server: Server, status: Status, where: str | None = None) -> ServerDied:
+def died(watch: Watch, server: Server, status: Status, taps: TapsWatch, where: str | None = None) -> ServerDied:
     """The end of a server as an error: what it died of, the line that says so, the line to change."""
     log = watch.log
     lines = [] if log is None else list(log.last_lines[-8:])
@@ -300,6 +304,7 @@ def died(watch: Watch, server: Server, status: Status, where: str | None = None)
         "last_lines": lines,
         "stack": where,
         "log": server.log,
+        **taps.as_dict,
     }
     advice = status.advice or f"eyas watch --log {server.log} --once"
     return ServerDied(wanted="a ready server", got=got, where=server.log, next=advice, facts=facts)

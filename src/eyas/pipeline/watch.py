@@ -19,8 +19,9 @@ from eyas.launch.state import Status
 from eyas.launch.stop import Doomed, by_pid, gpu_words, stop
 from eyas.launch.watch import LOOK_S, Watch
 from eyas.pipeline.live import LiveAcceptance, acceptance_of
+from eyas.pipeline.said_taps import TapsWatch, taps_of
 from eyas.pipeline.serve import ENDED, live_words
-from eyas.pipeline.watch_view import Screen, panel
+from eyas.pipeline.watch_view import Screen, panel, taps_words
 from eyas.progress import console, say
 
 FAILED = ("crashed", "stuck")
@@ -56,8 +57,11 @@ def expectation(found: Found) -> Expectation:
     return expect(found.server.key) if found.server is not None else Expectation()
 
 
-def watch_once(found: Found) -> dict[str, Any]:
-    """One look, as `eyas watch --once --json` prints it; it goes on from what the last one saw of the process."""
+def watch_once(found: Found, draft: str | None = None) -> dict[str, Any]:
+    """One look, as `eyas watch --once --json` prints it; it goes on from what the last one saw of the process.
+
+    `draft`: what the layers that the log tells are held against; None: the draft that the server was started with.
+    """
     before = None if found.pid is None or found.created is None else recall(found.pid, found.created)
     watch, live = Watch(found, expectation(found), memory=before), acceptance_of(found)
     try:
@@ -66,16 +70,17 @@ def watch_once(found: Found) -> dict[str, Any]:
             remember(found.pid, found.created, watch.memory)
         if status.state == "ready":
             live.once(watch.log)
-        return described(watch, status, live)
+        return described(watch, status, live, taps_of(found, draft))
     finally:
         watch.close()
         live.close()
 
 
-def described(watch: Watch, status: Status, live: LiveAcceptance) -> dict[str, Any]:
+def described(watch: Watch, status: Status, live: LiveAcceptance, taps: TapsWatch) -> dict[str, Any]:
     """A status with its surroundings; the keys of docs/commands.md first."""
     found, log = watch.found, watch.log
     warning = live.warning()
+    taps.look(log)
     notes = [*status.notes, *([warning] if warning is not None else [])]
     where = stack(found.pid) if status.state == "stuck" and found.pid is not None else None
     return {
@@ -101,30 +106,31 @@ def described(watch: Watch, status: Status, live: LiveAcceptance) -> dict[str, A
         "folder": None if found.folder is None else str(found.folder),
         "gpus": None if watch.gpus is None else [gpu_words(gpu) for gpu in watch.gpus],
         "acceptance": None if live.latest is None else live.latest.as_dict,
+        **taps.as_dict,
         "notes": notes,
         "stack": where,
         "last_lines": [] if log is None else list(log.last_lines),
     }
 
 
-def watch_following(found: Found) -> dict[str, Any]:
-    """Follow one server until it ends or the person has seen enough; returns the last look."""
-    watch, live = Watch(found, expectation(found)), acceptance_of(found)
+def watch_following(found: Found, draft: str | None = None) -> dict[str, Any]:
+    """Follow one server until it ends or the person has seen enough; returns the last look. `draft`: as for once."""
+    watch, live, taps = Watch(found, expectation(found)), acceptance_of(found), taps_of(found, draft)
     status = watch.once()
     try:
         with Screen(console, say) as screen:
             while status.state not in ENDED:
                 more = live_words(live, watch) if status.state == "ready" else ()
-                screen.show(status, found.url, watch.log, watch.gpus, more)
+                screen.show(status, found.url, watch.log, watch.gpus, more, taps_words(taps.look(watch.log)))
                 time.sleep(LOOK_S)
                 status = watch.look()
-            screen.show(status, found.url, watch.log, watch.gpus)
+            screen.show(status, found.url, watch.log, watch.gpus, told=taps_words(taps.look(watch.log)))
     except KeyboardInterrupt:
         say("left it as it was")
     finally:
         watch.close()
         live.close()
-    return described(watch, status, live)
+    return described(watch, status, live, taps)
 
 
 def watch_all_once() -> dict[str, Any]:
@@ -135,13 +141,14 @@ def watch_all_once() -> dict[str, Any]:
 def watch_all_following() -> dict[str, Any]:
     """Follow every engine found at the start until all have ended or the person has seen enough."""
     watches = [Watch(found, expectation(found)) for found in all_servers()]
+    taps = [taps_of(watch.found) for watch in watches]
     looks: list[Status] = []
     try:
         with Live(console=console, refresh_per_second=2, transient=True) as live:
             while watches:
                 looks = [watch.look() for watch in watches]
-                pairs = zip(watches, looks, strict=True)
-                live.update(Group(*(panel(status, watch.found.url, None, None) for watch, status in pairs)))
+                rows = zip(watches, looks, taps, strict=True)
+                live.update(Group(*(_panel(*row) for row in rows)))
                 if all(status.state in ENDED for status in looks):
                     break
                 time.sleep(LOOK_S * 2)
@@ -150,8 +157,14 @@ def watch_all_following() -> dict[str, Any]:
     finally:
         for watch in watches:
             watch.close()
-    states = [(watch, status, acceptance_of(watch.found)) for watch, status in zip(watches, looks, strict=False)]
-    return {"servers": [described(*one) for one in states]}
+    rows = zip(watches, looks, taps, strict=False)
+    states = [described(watch, status, acceptance_of(watch.found), one) for watch, status, one in rows]
+    return {"servers": states}
+
+
+def _panel(watch: Watch, status: Status, taps: TapsWatch) -> Group:
+    """One of several servers: without log and GPUs."""
+    return panel(status, watch.found.url, None, None, taps_words(taps.look(watch.log)))
 
 
 def failed(result: dict[str, Any]) -> bool:

@@ -17,10 +17,12 @@ from eyas.launch.gpus import Gpu
 from eyas.launch.log_state import LogState
 from eyas.launch.movement import PROBE_LINE
 from eyas.launch.state import WORKING, Status
+from eyas.pipeline.said_taps import TapsLook
 
 LINE_EVERY_S = 10.0
 QUIET_S = 10.0
 SHOWN_LINES = 6
+WRONG = "error:"
 KEPT_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d{3} ")
 COLOURS = {
     "ready": "green",
@@ -92,6 +94,26 @@ def explain(status: Status) -> list[str]:
     return lines + [f"note:     {note}" for note in status.notes]
 
 
+def taps_words(look: TapsLook | None) -> list[str]:
+    """Which layers the engine reads, and what is wrong with them."""
+    return [] if look is None else _taps(look.as_dict, [one.model_dump(mode="json") for one in look.findings])
+
+
+def _taps(taps: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    whose = "its draft's config" if taps["source"] == "config" else "the default of the target's class, not the draft's"
+    words = f"{taps['engine']} says that it reads layers {taps['ids']}, from {whose}"
+    words += "" if taps["boundaries"] is None else f": boundaries {taps['boundaries']}"
+    if taps["agrees"] is None:
+        words += f"; not compared: {taps['unknown']}"
+    else:
+        words += ", as the draft was trained on" if taps["agrees"] else f"; the draft was trained on {taps['declared']}"
+    lines = [f"taps:     {words}"]
+    for one in found:
+        lines.append(f"{one['severity'] + ':':<9} {one['code']}: expected {one['expected']}; found {one['found']}")
+        lines.append(f"fix:      {one['fix']}")
+    return lines
+
+
 def look_words(look: Mapping[str, Any]) -> str:
     """One look at a server (`eyas watch --once`) as a person reads it."""
     shards = look["shards"]
@@ -112,6 +134,7 @@ def look_words(look: Mapping[str, Any]) -> str:
         moving=tuple(look["moving"]),
     )
     lines = [headline(status, look["url"]), *explain(status)]
+    lines += [] if look["taps"] is None else _taps(look["taps"], look["findings"])
     if look["eta_source"] is not None:
         lines.append(f"ETA:      {look['eta_source']}")
     if look["acceptance"] is not None:
@@ -143,7 +166,7 @@ def panel(
         for gpu in gpus:
             table.add_row(f"GPU {gpu.index}", f"{gpu.used / 2**30:.1f} / {gpu.total / 2**30:.0f} GiB", gpu.name)
         rows.append(table)
-    rows += [Text(line) for line in (*explain(status), *more)]
+    rows += [Text(line, style="red" if line.startswith(WRONG) else "") for line in (*explain(status), *more)]
     if log is not None:
         own = [line for line in log.last_lines if not PROBE_LINE.search(line)]
         lines = [KEPT_STAMP.sub(r"\1 ", line) for line in own[-SHOWN_LINES:]]
@@ -169,6 +192,7 @@ class Screen:
         self._said: tuple[str, str | None, tuple[str, ...]] | None = None
         self._last = float("-inf")
         self._source: str | None = None
+        self._told: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
         if self.live is not None:
@@ -188,11 +212,16 @@ class Screen:
         log: LogState | None,
         gpus: Sequence[Gpu] | None,
         more: Sequence[str] = (),
+        told: Sequence[str] = (),
     ) -> None:
-        """Show one look."""
+        """Show one look; where lines are said, `told` is said once."""
         if self.live is not None:
-            self.live.update(panel(status, url, log, gpus, more))
+            self.live.update(panel(status, url, log, gpus, (*told, *more)))
             return
+        if tuple(told) != self._told:
+            self._told = tuple(told)
+            for line in told:
+                self.say(line)
         now, key = time.monotonic(), (status.state, status.phase, tuple(more))
         waiting = status.state in WORKING
         if key == self._said and not (waiting and now - self._last >= LINE_EVERY_S):

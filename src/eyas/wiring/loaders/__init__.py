@@ -2,5 +2,6 @@
 
 from eyas.wiring.loaders.case import TargetFacts
 from eyas.wiring.loaders.report import LoaderReport, draft_folder, loader_report, read_target
+from eyas.wiring.loaders.said import Said, said_against
 
-__all__ = ["LoaderReport", "TargetFacts", "draft_folder", "loader_report", "read_target"]
+__all__ = ["LoaderReport", "Said", "TargetFacts", "draft_folder", "loader_report", "read_target", "said_against"]

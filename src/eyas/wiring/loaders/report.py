@@ -54,6 +54,8 @@ class LoaderReport:
     fates: Fates | None
     """None for a bare config.json."""
     problems: tuple[Problem, ...]
+    target: TargetFacts
+    """As given, and as the draft's own file says where nothing was."""
     words: dict[str, str] = field(default_factory=dict)
     """What it does about the embedding, head, vocabulary, residual, window, context and algorithm, in words."""
     gpu_default: Capture | None = None
@@ -158,6 +160,7 @@ def loader_report(
         view=view,
         fates=placed,
         problems=tuple(dict.fromkeys((*capture.problems, *problems))),
+        target=facts,
         words=words,
         gpu_default=None if gpu is None else _captures(gpu, raw, view_of(raw, gpu), facts),
     )
