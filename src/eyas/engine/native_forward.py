@@ -26,12 +26,19 @@ CACHE_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16}
 def unsupported(target: Target) -> str | None:
     """Why native.cpp cannot run this target; None where it can."""
     config, model = target.config, target.model
-    if config.model_type not in MODEL_TYPES:
-        return f"{config.model_type} is none of {', '.join(MODEL_TYPES)}"
+    if (reason := unsupported_config(config)) is not None:
+        return reason
     if model.device.type != "cpu":
         return f"the target is on {model.device.type}"
     if target.dtype not in CACHE_DTYPES or any(p.dtype != target.dtype for p in target.backbone.parameters()):
         return "weights of mixed precision"
+    return None
+
+
+def unsupported_config(config: Any) -> str | None:
+    """The same, as far as a target's config tells."""
+    if config.model_type not in MODEL_TYPES:
+        return f"{config.model_type} is none of {', '.join(MODEL_TYPES)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     rope = (config.rope_parameters or {}).get("rope_type", "default")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -40,6 +40,8 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "cont
 ENDLESS = 2**20
 """Taken as the context length of a state that any text goes through."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ChooseDtype = Callable[[Any], torch.dtype]
+"""Which precision to load a target in, by its text model's config."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,13 +243,15 @@ def _fetch(name: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote_code: bool = False) -> Target:
-    """Load a target for inference, in `dtype` ("auto" measures which is fastest here).
+def load_target(
+    name: str, *, dtype: torch.dtype | str | ChooseDtype = "float32", trust_remote_code: bool = False
+) -> Target:
+    """Load a target for inference, in `dtype` ("auto" measures which is fastest here; a function chooses).
 
     Raises InputError for a folder that is no safetensors checkpoint of a causal language model.
     """
     folder = resolve_target(name, trust_remote_code=trust_remote_code)
-    wanted = _dtype(dtype)
+    wanted = _dtype(dtype) if isinstance(dtype, torch.dtype | str) else None
     _check_files(folder, trust_remote_code)
     transformers_logging.disable_progress_bar()
     try:
@@ -264,6 +268,9 @@ def load_target(name: str, *, dtype: torch.dtype | str = "float32", trust_remote
         raise _unloadable(folder, f"tensors missing: {', '.join(sorted(info['missing_keys'])[:5])}")
     model.eval().requires_grad_(False)
     identity = _identity(name, folder, model)
+    if wanted is None:
+        assert not isinstance(dtype, torch.dtype | str), "what names a precision is one"
+        wanted = dtype(model.config.get_text_config())
     _cast(model, wanted)
     return Target(model, tokenizer, folder, identity, wanted)
 

@@ -8,10 +8,10 @@ from eyas.clients.chat import Part, Stats
 from eyas.data.samples import render
 from eyas.engine.batching import Job, Outcome, Scheduler
 from eyas.engine.generate import Engine
+from eyas.engine.precision import load_to_decode
 from eyas.engine.server.stream import AnswerReader, Piece
 from eyas.errors import InputError
 from eyas.models.checkpoint import load_draft
-from eyas.models.target import load_target
 from eyas.recipe import ChatSettings, TargetSettings
 from eyas.settings import DraftingSettings
 
@@ -23,8 +23,7 @@ class EngineChat:
 
     def __init__(self, target: TargetSettings, settings: ChatSettings, folder: Path | None = None) -> None:
         int8 = settings.precision == "int8"
-        dtype = "bfloat16" if int8 else settings.precision
-        loaded = load_target(target.name, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        loaded = load_to_decode(target.name, settings.precision, trust_remote_code=target.trust_remote_code)
         draft = None
         if folder is not None:
             draft, _ = load_draft(folder, loaded.embedding, loaded.dtype)

@@ -15,7 +15,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description="The embedded engine as an OpenAI-compatible server.")
     add = parser.add_argument
     add("--target", required=True, help="the default target's name, a Hugging Face folder, or a hub id")
-    add("--draft", help="a draft's folder; none decodes plainly, or by --ngram")
+    add("--draft", help="a draft's folder, or `shipped`; none decodes plainly, or by --ngram")
     add("--served-model-name", help="the name /v1/models lists (the target's as it was given)")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_positive, default=8000)

@@ -2,23 +2,25 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import torch
 
+from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.batching import End, Job, Outcome, Scheduler
 from eyas.engine.generate import Engine
 from eyas.engine.logprobs import TokenLogprob
+from eyas.engine.precision import load_to_decode
 from eyas.engine.verify import Verdict
 from eyas.errors import InputError
 from eyas.launch.own_lines import phase_line
 from eyas.models.checkpoint import has_info, load_draft
 from eyas.models.draft import Draft
 from eyas.models.foreign import name_target
-from eyas.models.target import Target, load_target
+from eyas.models.target import Target
 from eyas.progress import say
 from eyas.settings import DraftingSettings
+from eyas.shipped import draft_folder
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free once the weights are loaded, for the cache."""
@@ -41,8 +43,7 @@ def load(arguments: Namespace) -> Engine:
     """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
     say(phase_line("weights"))
     int8 = arguments.dtype == "int8"
-    dtype = "bfloat16" if int8 else arguments.dtype
-    target = load_target(arguments.target, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
+    target = load_to_decode(arguments.target, arguments.dtype, trust_remote_code=arguments.trust_remote_code)
     draft = None
     if arguments.draft is not None:
         say(phase_line("draft_weights"))
@@ -53,7 +54,7 @@ def load(arguments: Namespace) -> Engine:
 
 def load_its_draft(arguments: Namespace, target: Target) -> Draft:
     """Raises InputError for another target's draft."""
-    folder = Path(arguments.draft).expanduser()
+    folder = draft_folder(arguments.draft)
     foreign = None if has_info(folder) else name_target(arguments.target, arguments.trust_remote_code)
     draft, info = load_draft(folder, target.embedding, target.dtype, foreign)
     if info.target.weights_hash != target.identity.weights_hash:
@@ -103,7 +104,8 @@ class _Silent:
 
 
 def warm_up(scheduler: Scheduler) -> None:
-    """A few tokens by every way, so that the first request finds everything warm; nothing of it is counted."""
+    """A few tokens by every way, so that the first request finds everything warm; nothing of it is counted, nor is what
+    a draft was worth on them: they are no text."""
     engine, size = scheduler.engine, scheduler.engine.target.vocab_size
     prompt = tuple(torch.randint(size, (16,), generator=torch.Generator().manual_seed(0)).tolist())
     for num_steps in {0, engine.num_steps if engine.proposer is not None else 0}:
@@ -111,3 +113,5 @@ def warm_up(scheduler: Scheduler) -> None:
     while not scheduler.idle:
         scheduler.step()
     scheduler.forget()
+    if isinstance(engine.proposer, AdaptiveProposer):
+        engine.proposer.forget()
