@@ -17,9 +17,10 @@ from eyas.engine.batching import Scheduler
 from eyas.engine.generate import Engine
 from eyas.engine.server.app import make_app
 from eyas.engine.server.arguments import parse
+from eyas.engine.server.http import Connection
 from eyas.engine.server.service import Limits, Service
 from eyas.engine.server.start import start
-from eyas.engine.server.worker import Worker
+from eyas.engine.server.worker import Call, Worker
 from eyas.errors import EyasError
 from eyas.launch.own_lines import failed_line, phase_line, ready_line, stopped_line
 from eyas.progress import say
@@ -95,7 +96,10 @@ async def serve(
     def failed(error: str) -> None:
         loop.call_soon_threadsafe(_end, ended, f"failed: {error}")
 
-    worker = Worker(scheduler, thread, failed)
+    def hand_over(left: list[Call]) -> None:
+        loop.call_soon_threadsafe(_all, left)
+
+    worker = Worker(scheduler, thread, failed, hand_over)
     service = make_service(arguments, scheduler.engine, worker)
     worker.start()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,6 +107,7 @@ async def serve(
     say(phase_line("http"))
     config = uvicorn.Config(
         make_app(service),
+        http=Connection,
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -153,6 +158,11 @@ def make_service(arguments: Namespace, engine: Engine, worker: Worker) -> Servic
 def host_words(host: str) -> str:
     """As it stands in an address."""
     return f"[{host}]" if ":" in host else host
+
+
+def _all(left: list[Call]) -> None:
+    for call in left:
+        call()
 
 
 def _end(ended: asyncio.Future[str], why: str) -> None:

@@ -20,6 +20,7 @@ from eyas.engine.server.stream import Ending, Piece
 
 Json = dict[str, Any]
 Pieces = asyncio.Queue[tuple[int, Piece]]
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass
@@ -290,8 +291,7 @@ def _failure(end: Ending) -> ApiError:
 
 
 async def _event(send: Send, words: Json) -> None:
-    data = json.dumps(words, ensure_ascii=False, separators=(",", ":"))
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": f"data: {ENCODE(words)}\n\n".encode(), "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -220,9 +221,9 @@ class Service:
             pieces.put_nowait((index, piece))
 
         def send(piece: Piece) -> None:
-            loop.call_soon_threadsafe(put, piece)
+            self.worker.leave(partial(put, piece))
 
-        loop, stop_ids = asyncio.get_running_loop(), frozenset(ask.stop_token_ids or ())
+        stop_ids = frozenset(ask.stop_token_ids or ())
         reader = AnswerReader(
             self.decode,
             ask.stops,

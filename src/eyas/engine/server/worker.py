@@ -1,8 +1,9 @@
 """The thread that owns the engine: jobs and cancellations go in by a queue, what became of them comes out by a reader.
 
-The event loop never computes and this thread never waits for a client. Whatever uses torch runs here, loading included:
-OpenMP keeps a team of threads for every thread that computes, and with two teams on all cores its barriers go from
-spinning to sleeping, which was seen to cost 30 % (docs/lab.md).
+The event loop never computes and this thread never waits for a client. What readers have for the loop is handed over
+once a turn, so that it is woken once for all texts. Whatever uses torch runs here, loading included: OpenMP keeps a
+team of threads for every thread that computes, and with two teams on all cores its barriers go from spinning to
+sleeping, which was seen to cost 30 % (docs/lab.md).
 """
 
 import traceback
@@ -14,7 +15,7 @@ from queue import Empty, SimpleQueue
 from eyas.engine.batching import Job, Scheduler
 from eyas.progress import say
 
-MakeScheduler = Callable[[], Scheduler]
+Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,15 @@ class Worker:
     """Runs a scheduler until it is stopped, or until it fails: then `failure` says why and everyone is told."""
 
     def __init__(
-        self, scheduler: Scheduler, thread: Executor, on_failure: Callable[[str], None] = lambda error: None
+        self,
+        scheduler: Scheduler,
+        thread: Executor,
+        on_failure: Callable[[str], None],
+        hand_over: Callable[[list[Call]], None],
     ) -> None:
-        """`thread` has one thread, in which the scheduler was made."""
-        self.scheduler, self.thread, self.on_failure = scheduler, thread, on_failure
+        """`thread` has one thread, in which the scheduler was made. `hand_over` is called there with what was left."""
+        self.scheduler, self.thread, self.on_failure, self.hand_over = scheduler, thread, on_failure, hand_over
+        self._left: list[Call] = []
         self.failure: str | None = None
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._running: Future[None] | None = None
@@ -59,6 +65,15 @@ class Worker:
         if self._running is not None:
             self._running.result()
 
+    def leave(self, call: Call) -> None:
+        """For the event loop, in the engine's thread."""
+        self._left.append(call)
+
+    def _clear(self) -> None:
+        if self._left:
+            left, self._left = self._left, []
+            self.hand_over(left)
+
     def _run(self) -> None:
         try:
             while self._take():
@@ -67,11 +82,13 @@ class Worker:
             self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
             say(traceback.format_exc())
             self.scheduler.fail(self.failure)
+            self._clear()
             self.on_failure(self.failure)
 
     def _take(self) -> bool:
         """Do what is asked, waiting only where there is nothing to compute. False: stop."""
         while True:
+            self._clear()
             try:
                 command = self._commands.get(block=self.scheduler.idle)
             except Empty:
@@ -83,4 +100,5 @@ class Worker:
                 self.scheduler.submit(command.job)
             else:
                 self.scheduler.fail("the server is stopping")
+                self._clear()
                 return False
