@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import Tensor
 
-from eyas.engine.adapt import FIRST, MOST_CREDIT, PART, SHARE, AdaptiveProposer, Arm, Survival
+from eyas.engine.adapt import FIRST, MOST_CREDIT, PART, SHARE, AdaptiveProposer, Arm, Survival, needed
 from eyas.engine.costs import RoundCosts
 from eyas.engine.ngram import NgramProposer
 from eyas.engine.tree import Tree, chain
@@ -75,8 +75,8 @@ def test_of_eight_texts_one_tries_a_bad_draft_and_ever_more_seldom() -> None:
         if any(tree.tokens for tree in trees):
             drafting[index] = [place for place, tree in enumerate(trees) if tree.tokens]
     assert drafting.pop(0) == list(range(8)), "hope before anything is known"
-    # After 20 rounds, which pay what the first cost, then 32, ... 256, 256 rounds of all texts.
-    tries = {21: 0, 58: 1, 127: 2, 260: 3, 521: 4, 782: 5}
+    # After 16, 32, ... 256 rounds of all texts, over the 0.764 that may be refused at these costs.
+    tries = {22: 1, 69: 4, 159: 1, 333: 2, 676: 2}
     assert drafting == {start + step: [text] for start, text in tries.items() for step in range(6)}
 
 
@@ -150,6 +150,46 @@ def test_a_token_accepted_is_credit_for_a_step_lost() -> None:
     for _ in range(9):
         arm.charge(-1.0, 2)
     assert arm.credit == MOST_CREDIT
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least"),
+    [
+        ({0: 1.0, 1: 1.2}, 0.236),  # 1 + a > 1.03 * 1.2
+        ({0: 1.0, 1: 1.5, 2: 1.6}, 0.448),  # 1 + a + a^2 > 1.03 * 1.6
+        ({0: 1.0, 1: 1.9}, 0.957),
+        ({0: 1.0, 1: 1.95, 2: 2.95}, 1.0),  # not even 2 and 3 tokens do
+    ],
+)
+def test_what_must_stand_for_drafting_to_pay_is_read_off_the_costs(seconds: dict[int, float], least: float) -> None:
+    assert needed(seconds, [depth for depth in seconds if depth]) == pytest.approx(least, abs=0.01)
+
+
+def test_the_more_must_stand_the_longer_a_draft_is_left_aside_and_what_cannot_pay_is_never_tried() -> None:
+    tries = []
+    for depth_1 in (1.1, 1.5, 1.8, 2.2):
+        proposer = AdaptiveProposer(MadeUpDraft(), None, RoundCosts({0: 1.0, 1: depth_1}, {0: 1.0, 1: depth_1}))
+        proposer.begin()
+        proposer.arms["draft"] = Arm(aside=1.0)
+        for _ in range(40):
+            proposer.arms["draft"].survival.learn(1, 0)
+        waited = 0
+        while not proposer.propose(1).tokens and waited < 1000:
+            proposer.observe(None, [9], waited)
+            waited += 1
+        tries.append(waited)
+    # 16 rounds over the part that may be refused, 0.86, 0.45 and 0.14; the last would need more than all.
+    assert tries == [18, 35, 113, 1000]
+
+
+def test_nothing_is_known_after_forgetting() -> None:
+    first = adaptive()
+    second = first.fork()
+    run(first, lambda index: 0.0, 200)
+    assert second.propose(4).depth == 0
+    first.forget()
+    second.begin()
+    assert second.propose(4).depth == 1
 
 
 def test_a_source_is_first_tried_at_its_shallowest() -> None:

@@ -269,12 +269,13 @@ def test_the_pool_never_exceeds_its_budget_and_shares_only_what_is_the_same(
 
 def test_costs_of_a_batch_are_read_off_the_measured_sizes() -> None:
     drafting = DraftingSettings(num_steps=2)
-    costs = BatchCosts({1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}, {1: 0.25, 2: 0.5}, drafting)
+    costs = BatchCosts({1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0, 16: 6.0}, {1: {1: 0.25}, 2: {1: 0.5}}, drafting, row=0.3)
     alone, eight = costs.of(1), costs.of(8)
     assert alone.draft == {0: 1.0, 1: 1.25, 2: 2.0} and alone.ngram == {0: 1.0, 1: 1.0, 2: 1.5}
     assert eight.draft == {0: 1.0, 1: (6.0 + 2.0) / 3, 2: (9.0 + 4.0) / 3} and eight.ngram[1] == 2.0
-    padded = BatchCosts({3: 1.0, 6: 1.5, 12: 2.0}, {1: 0.25, 2: 0.5}, drafting, bucket=3).of(4)
-    assert padded.draft == {0: 1.0, 1: 1.5, 2: 2.0} and padded.ngram == {0: 1.0, 1: 1.0, 2: 1.0}, "rows are padding"
+    padded = BatchCosts({3: 1.0, 6: 1.5, 12: 2.0}, {1: {1: 0.25}, 2: {1: 0.5, 4: 1.0}}, drafting, bucket=3).of(4)
+    assert alone.row == 0.3 and eight.row == pytest.approx(0.1)
+    assert padded.draft == {0: 1.0, 1: 1.5, 2: 1.5} and padded.ngram == {0: 1.0, 1: 1.0, 2: 1.0}, "rows are padding"
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -314,7 +315,7 @@ def test_texts_whose_bits_would_change_side_by_side_take_turns(folder: Path, cap
 @pytest.mark.parametrize(("texts", "depth"), [(1, 2), (4, 1), (8, 0)])
 def test_the_depth_that_pays_for_one_text_is_not_that_for_eight(texts: int, depth: int) -> None:
     verify = {1: 1.0, 2: 1.02, 4: 1.1, 8: 1.3, 16: 2.1, 32: 4.0}
-    costs = BatchCosts(verify, {1: 0.02, 2: 0.04}, DraftingSettings(num_steps=2)).of(texts)
+    costs = BatchCosts(verify, {1: {1: 0.02}, 2: {1: 0.04}}, DraftingSettings(num_steps=2)).of(texts)
     proposer = AdaptiveProposer(MadeUpDraft(), None, costs)
     proposer.begin()
     proposer.propose(1)

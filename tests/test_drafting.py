@@ -90,9 +90,9 @@ class Beams:
     def after(self, path: tuple[int, ...]) -> torch.Tensor:
         proposer = told(self.target, self.draft, CHAIN, self.ids)
         proposer.propose(1)
-        hidden = proposer._start()
+        hidden = proposer.last
         for index, token in enumerate(path):
-            hidden = proposer.forward.chain(self.draft.feedback(hidden), [token], proposer._next_row + index)
+            hidden = proposer.forward.chain(self.draft.feedback(hidden), [token], proposer.next_row + index)
         return self.draft.logits(hidden)[0, -1].float().softmax(-1)
 
     def best(self, topk: int, num_steps: int, nodes: int) -> set[tuple[int, ...]]:
@@ -214,7 +214,7 @@ def test_the_draft_cache_is_that_of_a_fresh_prefill(target32: Target, way: str, 
     if isinstance(proposer, AdaptiveProposer):
         proposer = proposer.draft
     assert isinstance(proposer, DraftProposer)
-    rows, ids = proposer._next_row, [*prompt, *text]
+    rows, ids = proposer.next_row, [*prompt, *text]
     assert rows > len(prompt)
     _, taps = engine.forward.prefill(ids[:rows])
     fresh = DraftProposer(draft)

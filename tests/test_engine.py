@@ -374,7 +374,7 @@ def test_after_rejections_the_draft_cache_is_that_of_a_fresh_prefill(target32: T
     engine = Engine(target32, draft, num_steps=3, kernels="torch", announce=False)
     text = engine.generate(prompt, 24, 3, ignore_eos=True).ids
     assert isinstance(engine.proposer, DraftProposer)
-    told = engine.proposer._next_row
+    told = engine.proposer.next_row
     ids = [*prompt, *text]
     _, taps = engine.forward.prefill(ids[:told])
     fresh = DraftProposer(draft)

@@ -5,13 +5,15 @@ was accepted once level i - 1 was, over its late rounds; from that and the cost 
 every depth, and the best of arms, depths and plain decoding is run. An arm is first tried at its shallowest, and one
 left aside is tried again after a while, which doubles with every try that brought nothing. What its rounds lost
 against plain decoding, the draft's catching up included, is a debt of which every round pays off PART of a plain step,
-and no try begins in debt; and no round is drafted whose whole loss a text could not pay (FIRST). Of several
-texts side by side one makes the try, since a draft has all of a text to catch up with before it drafts for it. Costs
-are measured once, before the first text; after that the same texts give the same rounds, whatever the clock says.
+and no try begins in debt; and no round is drafted whose whole loss a text could not pay (FIRST). The more of its tokens
+would have to be accepted for it to pay, the longer a source is left aside, and for good where costs say that all of
+them would not do (many texts side by side). Of several texts one makes the try, since a draft has all of a text to
+catch up with before it drafts for it. Costs are measured once, before the first text; after that the same texts give
+the same rounds, whatever the clock says.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,6 +31,7 @@ PATIENCE, MOST_PATIENCE = 16, 256
 """Rounds until an arm left aside is tried again, at first and at most."""
 MARGIN = 1.03
 """Drafting must promise so much more than plain decoding: costs and acceptance are estimates."""
+BISECTIONS = 7
 TRY, FADE = 6, 0.25
 """Rounds of a try, and what its outcome leaves of what was known before."""
 PART = 0.01
@@ -39,6 +42,7 @@ and the most credit that an arm has. So a text of 32 tokens or more keeps 97 % o
 that is never right, whatever it costs: what it cannot pay is not run."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
+PLAIN = Tree()
 
 
 @dataclass
@@ -47,9 +51,12 @@ class Survival:
 
     hits: list[float] = field(default_factory=list)
     tries: list[float] = field(default_factory=list)
+    version: int = 0
+    """Grows with everything that is learnt."""
 
     def learn(self, drafted: int, accepted: int) -> None:
         """A round drafted so many levels and accepted so many. Levels it did not reach fade towards the one before."""
+        self.version += 1
         missing = max(0, drafted - len(self.tries))
         self.hits += [0.0] * missing
         self.tries += [0.0] * missing
@@ -60,6 +67,7 @@ class Survival:
 
     def fade(self) -> None:
         """Let what comes next count for more."""
+        self.version += 1
         self.hits = [FADE * hits for hits in self.hits]
         self.tries = [FADE * tries for tries in self.tries]
 
@@ -72,6 +80,28 @@ class Survival:
             survival *= conditional
             gained.append(gained[-1] + survival)
         return gained
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What an arm promises: tokens a second at its best depth; `needed` of its tokens must stand for it to pay."""
+
+    rate: float
+    depth: int
+    needed: float
+
+
+def needed(seconds: Mapping[int, float], depths: Sequence[int]) -> float:
+    """The acceptance of every level from which drafting so deep pays; 1 where even all tokens accepted would not do."""
+
+    def pays(acceptance: float) -> bool:
+        return any(sum(acceptance**level for level in range(d + 1)) / seconds[d] > worth for d in depths)
+
+    worth, low, high = MARGIN / seconds[0], 0.0, 1.0
+    for _ in range(BISECTIONS if pays(high) else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
 
 
 @dataclass
@@ -90,13 +120,22 @@ class Arm:
     """Plain steps that its rounds lost and that are not paid off yet."""
     credit: float = 0.0
     """Plain steps that it may lose: one for every drafted token that was accepted, MOST_CREDIT at most."""
+    needed: float = 0.0
+    """The latest offer's."""
+    _latest: tuple[Mapping[int, float], Sequence[int], int, Offer] | None = None
 
-    def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> tuple[float, int]:
-        """(tokens a second, depth) of the best of `depths`, the shallower of equals; at first only the shallowest."""
-        if not self.survival.tries:
-            depths = depths[:1]
-        gained = self.survival.gained(max(depths))
-        return max(((gained[d] / seconds[d], d) for d in depths), key=lambda offer: (offer[0], -offer[1]))
+    def best(self, seconds: Mapping[int, float], depths: Sequence[int]) -> Offer:
+        """At the best of `depths`, the shallower of equals; at first only the shallowest. Reckoned anew only where
+        something was learnt, or costs are others."""
+        latest = self._latest
+        if latest is None or latest[0] is not seconds or latest[1:3] != (depths, self.survival.version):
+            tried = depths if self.survival.tries else depths[:1]
+            gained = self.survival.gained(max(tried))
+            rate, depth = max(((gained[d] / seconds[d], d) for d in tried), key=lambda offer: (offer[0], -offer[1]))
+            latest = (seconds, depths, self.survival.version, Offer(rate, depth, needed(seconds, depths)))
+            self._latest = latest
+        self.needed = latest[3].needed
+        return latest[3]
 
     def due(self, text: object) -> bool:
         """Whether `text` is to run it though it is not the best."""
@@ -108,7 +147,7 @@ class Arm:
 
     @property
     def _ready(self) -> bool:
-        return self.aside >= self.patience and self.debt <= 0
+        return self.debt <= 0 and self.needed < 1.0 and self.aside * (1.0 - self.needed) >= self.patience
 
     def charge(self, loss: float, accepted: int) -> float:
         """A round of it lost so many plain steps, or gained where that is negative. What its credit did not cover."""
@@ -145,7 +184,8 @@ class AdaptiveProposer:
         self.arms: dict[str, Arm] = {}
         self._text, self._share = object(), 1.0
         self._running: tuple[Arm, int, float, float] | None = None
-        self._behind = self._rounds = 0
+        self.behind = self._rounds = 0
+        """`behind`: rows that the draft would have to catch up on."""
         self._lost = 0.0
         """Plain steps that this text lost beyond its arms' credit."""
 
@@ -159,7 +199,11 @@ class AdaptiveProposer:
 
     def price(self, costs: RoundCosts, texts: int) -> None:
         """What a round costs from now on, in which so many texts go on: one beside others costs differently."""
-        self.costs, self._share = replace(costs, row=costs.row or self.costs.row), 1 / texts
+        self.costs, self._share = costs, 1 / texts
+
+    def forget(self) -> None:
+        """Whatever was learnt, by all of them."""
+        self.arms.clear()
 
     def reserve(self, rows: int) -> None:
         for source in self.sources:
@@ -167,7 +211,7 @@ class AdaptiveProposer:
 
     def begin(self) -> None:
         """A new text. What was learnt of the sources stays."""
-        self._running, self._behind, self._rounds, self._lost = None, 0, 0, 0.0
+        self._running, self.behind, self._rounds, self._lost = None, 0, 0, 0.0
         for source in self.sources:
             source.begin()
 
@@ -177,64 +221,73 @@ class AdaptiveProposer:
             arm.survival.learn(drafted, len(ids) - 1)
             self._lost += arm.charge(self._share * (cost - len(ids)) + behind, len(ids) - 1)
             self._running = None
-        self._behind += len(ids)
+        self.behind += len(ids)
         for source in self.sources:
             source.observe(taps_BRA, ids, start)
 
     def propose(self, num_steps: int) -> Tree:
-        found = self.ngram.propose(num_steps) if self.ngram else Tree()
+        choice = self.choose(num_steps)
+        if isinstance(choice, Tree):
+            return choice
+        assert self.draft is not None, "only a draft is asked to draft"
+        return self.drafted(self.draft.propose(choice))
+
+    def choose(self, num_steps: int) -> Tree | int:
+        """What the next round verifies, or how many levels the draft is to draft for it: then `drafted` follows."""
         self._rounds += 1
+        found = self.ngram.propose(num_steps) if self.ngram else PLAIN
         offers = self._offers(num_steps, found)
-        name = self._choose({name: rate for name, (rate, _) in offers.items()})
+        name = self._choose(offers)
         if name is None:
-            return Tree()
-        depth = offers[name][1]
+            return PLAIN
+        depth = offers[name].depth
         if name == "draft":
-            assert self.draft is not None, "only a draft offers as a draft"
-            tree = self.draft.propose(depth)
-            cost, behind = self.costs.draft[tree.depth], self._catching_up
-            self._behind = 0
-        else:
-            tree = Tree(found.tokens[:depth], found.parents[:depth])
-            cost, behind = self.costs.ngram[tree.depth], 0.0
-        self._running = (self.arms[name], tree.depth, cost, behind) if tree.tokens else None
+            return depth
+        tree = Tree(found.tokens[:depth], found.parents[:depth])
+        self._running = (self.arms[name], tree.depth, self.costs.ngram[tree.depth], 0.0)
         return tree
 
-    def _offers(self, num_steps: int, found: Tree) -> dict[str, tuple[float, int]]:
-        """(tokens a second, depth) of every arm that has something to draft now."""
+    def drafted(self, tree: Tree) -> Tree:
+        """`tree` is what the draft drafted as it was chosen to."""
+        cost, behind = self.costs.draft[tree.depth], self._catching_up
+        self.behind = 0
+        self._running = (self.arms["draft"], tree.depth, cost, behind) if tree.tokens else None
+        return tree
+
+    def _offers(self, num_steps: int, found: Tree) -> dict[str, Offer]:
+        """Of every arm that has something to draft now."""
         offers = {}
         if self.draft is not None:
-            depths = [num_steps] if self.fixed else range(1, num_steps + 1)
+            depths = range(num_steps if self.fixed else 1, num_steps + 1)
             offers["draft"] = self._offer("draft", depths, self.costs.draft, self._catching_up)
-        if self.ngram is not None and found.tokens:
+        if found.tokens and self.ngram is not None:
             name = f"ngram {min(self.ngram.match, LONGEST_CLASS)}"
             offers[name] = self._offer(name, range(1, found.depth + 1), self.costs.ngram)
         return offers
 
-    def _offer(
-        self, name: str, depths: Sequence[int], costs: Mapping[int, float], behind: float = 0.0
-    ) -> tuple[float, int]:
-        """(tokens a second, depth) among the depths whose round this text can pay even if it gains nothing; a rate of 0
-        where it can pay none."""
+    def _offer(self, name: str, depths: Sequence[int], costs: Mapping[int, float], behind: float = 0.0) -> Offer:
+        """The best among the depths whose round this text can pay even if it gains nothing; a rate of 0 where it can
+        pay none."""
         arm = self._arm(name)
         most = arm.credit + FIRST + SHARE * self._rounds - self._lost - behind
-        payable = [depth for depth in depths if self.fixed or self._share * (costs[depth] - 1) <= most]
-        return arm.best(costs, payable) if payable else (0.0, depths[0])
+        if not self.fixed and any(self._share * (costs[depth] - 1) > most for depth in depths):
+            depths = [depth for depth in depths if self._share * (costs[depth] - 1) <= most]
+        return arm.best(costs, depths) if depths else Offer(0.0, 0, 1.0)
 
     @property
     def _catching_up(self) -> float:
         """Plain steps that the draft takes for the rows it was told and has not computed."""
-        return max(0, self._behind - USUAL_ROWS) * self.costs.row
+        return max(0, self.behind - USUAL_ROWS) * self.costs.row
 
-    def _choose(self, rates: Mapping[str, float]) -> str | None:
+    def _choose(self, offers: Mapping[str, Offer]) -> str | None:
         """The arm to run, None for a plain step: the best, or one whose time for another try has come."""
-        known = [name for name in rates if not self.arms[name].awaited(self._text)]
-        best = max(known, key=lambda name: rates[name], default=None)
         rests = not (self.fixed and self.draft)
-        if best is not None and rests and rates[best] <= MARGIN / self.costs.ngram[0]:
-            best = None
-        due = next((n for n in rates if n != best and rates[n] and self.arms[n].due(self._text)), None)
-        for name in rates:
+        best, rate = None, MARGIN / self.costs.ngram[0] if rests else 0.0
+        for name, offer in offers.items():
+            if offer.rate > rate and not self.arms[name].awaited(self._text):
+                best, rate = name, offer.rate
+        due = next((n for n in offers if n != best and offers[n].rate and self.arms[n].due(self._text)), None)
+        for name in offers:
             self.arms[name].turn(self._text, self._share, run=name == (due or best), best=name == best)
         return due or best
 

@@ -5,13 +5,15 @@ text and cost nearly as much as the tokens they stand for where many texts fill 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.costs import CONTEXT, RoundCosts, best_seconds
+from eyas.engine.draft_texts import propose_texts, side_by_side
 from eyas.engine.forward import Forward
 from eyas.engine.generate import Engine
 from eyas.engine.propose import Proposer
@@ -23,34 +25,43 @@ SIZES, TRIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), 3
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Seconds of verify forwards by rows, and of drafting by depth, one text after the other."""
+    """Seconds of verify forwards by rows, and of drafting by depth and by texts."""
 
     verify: dict[int, float]
-    draft: dict[int, float]
+    draft: dict[int, dict[int, float]]
     drafting: DraftingSettings
     bucket: int | None = None
     """Rows that a text takes however deep it drafts (the plain path); None: as many as it verifies."""
+    row: float = 0.0
+    """RoundCosts' of a lone text: in plain steps of one."""
 
     def of(self, texts: int) -> RoundCosts:
         """Of a round in which so many texts draft equally deep, a plain one being 1."""
         plain = self._rows(texts, 1)
-        depths = self.draft.keys()
-        trees = {depth: self._rows(texts, self.drafting.rows(depth)) + texts * self.draft[depth] for depth in depths}
-        chains = {depth: self._rows(texts, depth + 1) for depth in depths}
+        trees = {
+            depth: self._rows(texts, self.drafting.rows(depth)) + between(by_texts, texts)
+            for depth, by_texts in self.draft.items()
+        }
+        chains = {depth: self._rows(texts, depth + 1) for depth in self.draft}
         return RoundCosts(
             {0: 1.0} | {depth: seconds / plain for depth, seconds in trees.items()},
             {0: 1.0} | {depth: seconds / plain for depth, seconds in chains.items()},
+            self.row * self._rows(1, 1) / plain,
         )
 
     def _rows(self, texts: int, verified: int) -> float:
-        """Between two sizes that were measured on the line through them, beyond the largest in its proportion."""
-        rows, sizes = texts * (self.bucket or verified), sorted(self.verify)
-        if rows >= sizes[-1]:
-            return self.verify[sizes[-1]] * rows / sizes[-1]
-        upper = sizes[bisect_left(sizes, rows)]
-        lower = sizes[max(0, bisect_left(sizes, rows) - 1)]
-        part = 0.0 if upper == lower else (rows - lower) / (upper - lower)
-        return self.verify[lower] + part * (self.verify[upper] - self.verify[lower])
+        return between(self.verify, texts * (self.bucket or verified))
+
+
+def between(seconds: Mapping[int, float], size: int) -> float:
+    """On the line through the two sizes around it that were measured, beyond the largest in its proportion."""
+    sizes = sorted(seconds)
+    if size >= sizes[-1]:
+        return seconds[sizes[-1]] * size / sizes[-1]
+    upper = sizes[bisect_left(sizes, size)]
+    lower = sizes[max(0, bisect_left(sizes, size) - 1)]
+    part = 0.0 if upper == lower else (size - lower) / (upper - lower)
+    return seconds[lower] + part * (seconds[upper] - seconds[lower])
 
 
 @torch.inference_mode()
@@ -60,9 +71,9 @@ def batch_costs(engine: Engine, most: int) -> BatchCosts | None:
     if not isinstance(proposer, AdaptiveProposer) or forward.together == 1:
         return None
     depths = range(1, engine.num_steps + 1)
-    draft = dict.fromkeys(depths, 0.0)
+    draft = {depth: {1: 0.0} for depth in depths}
     if proposer.draft is not None:
-        draft = measure_drafting(forward, proposer.draft.fork(), depths)
+        draft = measure_drafting(forward, proposer.draft, depths, most)
     bucket = forward.rows
     if bucket is None:
         verify = measure_verify(forward, most * engine.drafting.rows(engine.num_steps))
@@ -72,7 +83,7 @@ def batch_costs(engine: Engine, most: int) -> BatchCosts | None:
     # A busy moment makes a time longer, never shorter: fewer rows cost no more than many.
     sizes = sorted(verify)
     least = {size: min(verify[other] for other in sizes if other >= size) for size in sizes}
-    return BatchCosts(least, draft, engine.drafting, bucket)
+    return BatchCosts(least, draft, engine.drafting, bucket, proposer.costs.row)
 
 
 def measure_verify(forward: Forward, most: int) -> dict[int, float]:
@@ -88,22 +99,29 @@ def measure_verify(forward: Forward, most: int) -> dict[int, float]:
     return best_seconds(verify, sizes, TRIES)
 
 
-def measure_drafting(forward: Forward, draft: Proposer, depths: Sequence[int]) -> dict[int, float]:
-    """Seconds by depth, of a text whose latest round gained two tokens. Not in steps of a share: what is added up over
-    texts must not be rounded before."""
+def measure_drafting(
+    forward: Forward, draft: Proposer, depths: Sequence[int], most: int
+) -> dict[int, dict[int, float]]:
+    """Seconds by depth and by texts, whose latest rounds gained two tokens each. Not in steps of a share: what is added
+    up over texts must not be rounded before."""
     tokens = _tokens(forward, CONTEXT + 1)
     forward.cache.reserve(len(tokens))
     _, taps = forward.prefill(tokens[:CONTEXT])
     assert taps is not None, "a draft reads taps"
-    draft.reserve(CONTEXT + 1)
-    draft.begin()
-    draft.observe(taps, tokens[1:], 0)
+    counts = [size for size in SIZES if size <= most] if side_by_side(draft) else [1]
+    forks = [draft.fork() for _ in range(counts[-1])]
+    for fork in forks:
+        fork.reserve(CONTEXT + 1)
+        fork.begin()
+        fork.observe(taps, tokens[1:], 0)
+        fork.propose(1)
 
-    def propose(depth: int) -> None:
-        draft.observe(taps[:, -2:], tokens[-2:], CONTEXT - 2)
-        draft.propose(depth)
+    def propose(depth: int, count: int) -> None:
+        for fork in forks[:count]:
+            fork.observe(taps[:, -2:], tokens[-2:], CONTEXT - 2)
+        propose_texts([(fork, depth) for fork in forks[:count]])
 
-    return best_seconds(propose, depths, TRIES)
+    return {depth: best_seconds(partial(propose, depth), counts, TRIES if len(counts) == 1 else 2) for depth in depths}
 
 
 def _tokens(forward: Forward, count: int) -> list[int]:

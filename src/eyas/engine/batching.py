@@ -20,6 +20,7 @@ import torch
 from eyas.engine.adapt import AdaptiveProposer
 from eyas.engine.batch_costs import batch_costs
 from eyas.engine.cache_pool import CachePool, Place
+from eyas.engine.draft_texts import draft_texts
 from eyas.engine.generate import GREEDY, Engine
 from eyas.engine.logprobs import NotingJudge, TokenLogprob
 from eyas.engine.rows import TextRows
@@ -247,7 +248,7 @@ class Scheduler:
         for proposer in (text.proposer for text in texts):
             if isinstance(proposer, AdaptiveProposer):
                 proposer.price(self.costs[len(seats) - 1] if self.costs else proposer.costs, len(seats))
-        trees = [engine.draft(text) for text in texts]
+        trees = draft_texts(texts)
         self.spans.lap("draft")
         rows = [
             TextRows(seat.place.cache, [seat.text.last, *tree.tokens], seat.text.position, tree.row_parents)

@@ -61,7 +61,8 @@ class DraftProposer:
         self.drafting = drafting or DraftingSettings()
         self._told: list[tuple[Tensor, Sequence[int]]] = []
         self._last_B1H: Tensor | None = None
-        self._next_row = 0
+        self.next_row = 0
+        """Where the next told row belongs."""
         self._parents: list[int] = []
         self._level: dict[Node, int] = {}
         self._hidden_BFH: Tensor | None = None
@@ -82,15 +83,15 @@ class DraftProposer:
         self.cache.reserve(rows + self.drafting.topk * (self.drafting.num_steps or MOST_STEPS))
 
     def begin(self) -> None:
-        self._told, self._last_B1H, self._next_row = [], None, 0
+        self._told, self._last_B1H, self.next_row = [], None, 0
 
     def observe(self, taps_BRA: Tensor | None, ids: Sequence[int], start: int) -> None:
         """Rows start... are to be written from the target's taps of those tokens and the ids of the tokens that follow
         each, over what the draft fed itself."""
         assert taps_BRA is not None, "a draft reads taps"
         if not self._told:
-            assert start <= self._next_row, "rows are told in order"
-            self._next_row = start
+            assert start <= self.next_row, "rows are told in order"
+            self.next_row = start
         self._told.append((taps_BRA, ids))
 
     def propose(self, num_steps: int) -> Tree:
@@ -102,26 +103,42 @@ class DraftProposer:
         return grow(self._expand, self.drafting.topk, num_steps, nodes, self.drafting.stop_below)
 
     def _begin(self, num_steps: int) -> None:
-        """Write the told rows. The last one's state is where the next chain or tree starts."""
+        """The last told row's state is where the next chain or tree starts."""
         if self._told:
-            taps_BRA = torch.cat([taps for taps, _ in self._told], dim=1)
-            ids = [token for _, tokens in self._told for token in tokens]
-            self._last_B1H = self.forward.chain(self.forward.fuse(taps_BRA), ids, self._next_row)
-            self._next_row += len(ids)
-            self._told = []
+            self.write()
+
+    @property
+    def rows_told(self) -> int:
+        """Rows that are verified and not written yet."""
+        return sum(len(ids) for _, ids in self._told)
+
+    def told(self) -> tuple[Tensor, list[int]]:
+        """Their taps [1, R, A], and the ids that follow each."""
+        ids = [token for _, tokens in self._told for token in tokens]
+        return torch.cat([taps for taps, _ in self._told], dim=1), ids
+
+    def write(self) -> None:
+        """Write them."""
+        taps_BRA, ids = self.told()
+        self.wrote(self.forward.chain(self.forward.fuse(taps_BRA), ids, self.next_row), len(ids))
+
+    def wrote(self, last_B1H: Tensor, rows: int) -> None:
+        """They are written; h of the last of them is `last_B1H`."""
+        self._last_B1H, self._told = last_B1H, []
+        self.next_row += rows
 
     def _chain(self, num_steps: int) -> list[int]:
-        hidden = self._start()
+        hidden = self.last
         drafted: list[int] = []
         for step in range(num_steps):
             drafted.append(int(self.draft.target_ids(self.forward.logits(hidden)[0, -1].argmax())))
             if step + 1 < num_steps:
-                hidden = self.forward.chain(self.forward.feedback(hidden), drafted[-1:], self._next_row + step)
+                hidden = self.forward.chain(self.forward.feedback(hidden), drafted[-1:], self.next_row + step)
         return drafted
 
     def _expand(self, frontier: Sequence[Node]) -> list[list[tuple[int, float]]]:
         """The likeliest tokens after each node of a level, all in one forward of the draft."""
-        hidden_BFH = self._tree_rows(frontier) if frontier else self._start()
+        hidden_BFH = self._tree_rows(frontier) if frontier else self.last
         if not frontier:
             self._parents, self._level = [], {}
         self._hidden_BFH = hidden_BFH
@@ -142,9 +159,11 @@ class DraftProposer:
         self._parents += [first + place if node.parent else -1 for node, place in zip(frontier, places, strict=True)]
         self._level = {node: place for place, node in enumerate(frontier)}
         state_BFH = self.forward.feedback(self._hidden_BFH[:, places])
-        return self.forward.tree(state_BFH, [node.token for node in frontier], self._next_row, self._parents)
+        return self.forward.tree(state_BFH, [node.token for node in frontier], self.next_row, self._parents)
 
-    def _start(self) -> Tensor:
+    @property
+    def last(self) -> Tensor:
+        """h [1, 1, H] of the last verified row."""
         assert self._last_B1H is not None, "observe() a prompt before drafting"
         return self._last_B1H
 

@@ -62,10 +62,10 @@ class ParallelProposer(DraftProposer):
             state_1RH = self.forward.fuse(torch.cat([taps for taps, _ in self._told], dim=1))
             ids = [token for _, tokens in self._told for token in tokens]
             self._told, self._from = [], (state_1RH[:, -1:], ids[-1:])
-            self._next_row += len(ids)
-            return state_1RH, ids, self._next_row - len(ids)
+            self.next_row += len(ids)
+            return state_1RH, ids, self.next_row - len(ids)
         assert self._from is not None, "observe() a prompt before drafting"
-        return *self._from, self._next_row - 1
+        return *self._from, self.next_row - 1
 
     def _chain(self, num_steps: int) -> list[int]:
         return self.draft.target_ids(self._logits_SD.argmax(dim=-1)).tolist()
