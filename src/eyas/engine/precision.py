@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from eyas.engine.costs import best_seconds
 from eyas.engine.linear import fastest_kernels, install
@@ -72,9 +71,10 @@ def _linears(config: Any, dtype: torch.dtype) -> list[nn.Linear]:
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * width
     layers = max(1, min(config.num_hidden_layers, MOST_WEIGHTS // (2 * width * inner)))
-    linears = [
-        skip_init(nn.Linear, *shape, bias=False, dtype=dtype) for shape in [(width, inner), (inner, width)] * layers
-    ]
-    for linear in linears:
-        nn.init.constant_(linear.weight, 0.01)
-    return linears
+    return [_filled(*shape, dtype) for shape in [(width, inner), (inner, width)] * layers]
+
+
+def _filled(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+    linear.weight = nn.Parameter(torch.full((outputs, inputs), 0.01, dtype=dtype), requires_grad=False)
+    return linear
