@@ -26,8 +26,9 @@ from eyas.clients.acceptance import read_counters
 from eyas.clients.chat import Part, ServerChat, Stats
 from eyas.clients.health import engine_of, probe
 from eyas.clients.metrics import parse_metrics
-from eyas.engine.server.app import make_app
+from eyas.engine.server.app import make_app, parsed
 from eyas.engine.server.errors import ApiError
+from eyas.engine.server.protocol import CompletionRequest
 from eyas.engine.server.service import Service
 from eyas.launch.log_state import read_log
 from eyas.models.target import load_target
@@ -189,6 +190,15 @@ def test_logprobs_are_listed_most_likely_first(client: openai.OpenAI) -> None:
     assert len(listed.logprobs.token_logprobs) == 5
     streamed = [e.choices[0].logprobs for e in chat(client, logprobs=True, stream=True) if e.choices]
     assert [n.logprob for one in streamed if one for n in one.content] == [note.logprob for note in content]
+
+
+def test_tokens_of_one_text_are_told_apart_among_the_likeliest(client: openai.OpenAI) -> None:
+    """Half of the tokens are parts of characters, which all read alike."""
+    listed = client.completions.create(model="tiny", prompt="a", max_tokens=4, temperature=0, logprobs=20).choices[0]
+    assert listed.logprobs is not None and listed.logprobs.top_logprobs is not None
+    for token, top in zip(listed.logprobs.tokens or (), listed.logprobs.top_logprobs, strict=True):
+        assert len(top) == 20 and token in top
+    assert any(re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", name) for name in listed.logprobs.top_logprobs[0])
 
 
 def test_every_choice_has_its_own_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -353,6 +363,21 @@ def test_bad_requests_are_told_in_openais_shape(
     assert set(error) == {"message", "type", "param", "code"} and error["message"]
     if param is not None:
         assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": []}, "prompt: List should have at least 1 item after validation, not 0"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
+        ({"prompt": 5}, "prompt: Input should be a valid string"),
+        ({"prompt": "a", "n": 10**30}, "n: Input should be less than or equal to 16"),
+    ],
+)
+def test_of_several_forms_the_one_that_was_meant_is_explained(body: Any, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parsed(CompletionRequest, json.dumps(body).encode())
+    assert refused.value.message == message
 
 
 def test_unknown_paths_and_methods_are_told_too(served: Served, client: openai.OpenAI) -> None:

@@ -21,7 +21,7 @@ from eyas.progress import say
 
 ROWS = (1, 4)
 """Of a plain step, and of a round that verifies the default three levels."""
-TRIES, MOST_WEIGHTS = 5, 2**26
+TRIES, MOST_WEIGHTS = 3, 2**26
 WORTH = 0.9
 """A tie within this goes to float32."""
 Product = Callable[[Tensor], Tensor]

@@ -201,9 +201,9 @@ class CompletionShape(Shape):
         offsets = [0]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
-        tops = [{self.service.token_text(token): value for token, value in note.top} for note in notes]
+        tops = [{self.service.token_name(token): value for token, value in note.top} for note in notes]
         return {
-            "tokens": texts,
+            "tokens": [self.service.token_name(note.token) for note in notes],
             "token_logprobs": [note.logprob for note in notes],
             "top_logprobs": tops if self.ask.notes else None,
             "text_offset": offsets[:-1],

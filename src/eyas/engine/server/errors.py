@@ -72,8 +72,10 @@ def invalid(error: ValidationError, fields: list[str]) -> ApiError:
         words = f"{asked} are not supported by this server."
         return ApiError(400, words, code="unsupported_parameter", param=".".join(unsupported))
     first = mistakes[0][0]
+    # Of a union's members the one whose type is right is meant: an empty list is no bad string.
     path, kind, message = max(
-        (mistake for mistake in mistakes if mistake[0][: len(first)] == first), key=lambda mistake: len(mistake[0])
+        (mistake for mistake in mistakes if mistake[0][: len(first)] == first),
+        key=lambda mistake: (len(mistake[0]), not mistake[1].endswith("_type")),
     )
     param = ".".join(path) or None
     if kind == "extra_forbidden" and param is not None:

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from starlette.requests import ClientDisconnect, Request
 
 from eyas.engine.batching import Job
-from eyas.engine.server.detokenise import bytes_of
+from eyas.engine.server.detokenise import UNFINISHED, bytes_of
 from eyas.engine.server.errors import ApiError
 from eyas.engine.server.protocol import ChatRequest, CompletionRequest
 from eyas.engine.server.stream import AnswerReader, Piece
@@ -247,6 +247,11 @@ class Service:
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too."""
         return self.target.text([token], special=True)
+
+    def token_name(self, token: int) -> str:
+        """One token apart from every other: a part of a character by its bytes, as OpenAI's completions had it."""
+        text = self.token_text(token)
+        return text if UNFINISHED not in text else "bytes:" + "".join(f"\\x{b:02x}" for b in self.token_bytes(token))
 
     def token_bytes(self, token: int) -> bytes:
         """Of a part of a character the part, which no text shows."""
