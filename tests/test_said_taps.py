@@ -208,6 +208,43 @@ def test_a_list_is_compared_once_and_what_cannot_be_is_said(tmp_path: Path) -> N
         assert look.unknown is not None and look.unknown.endswith(why)
 
 
+V1_START = ("Starting to load model /m...", "Loading drafter model...")
+LOADED = ("Model loading took 1.0 GiB memory and 1.0 seconds", "Available KV cache memory: 9.0 GiB")
+
+
+def test_a_v1_runner_that_drafts_and_names_no_layers_reads_the_default(tmp_path: Path) -> None:
+    nested = {**exported(**{IDS_KEY: None}), "eagle_config": {"layer_ids": [1, 3, 5]}}
+    watch = TapsWatch(str(folder_of(tmp_path / "draft", nested)), None, "vllm@0.20.0")
+    assert watch.look(state(tmp_path, vllm(*V1_START))) is None
+    look = watch.look(state(tmp_path, vllm(*V1_START, *LOADED)))
+    assert look is not None and (look.boundaries, look.declared, look.agrees) == ((2, 4, 5), (1, 3, 5), False)
+    static = [one.code for one in loader_report(nested, "vllm@0.20/v1", LLAMA).findings if one.severity == "error"]
+    assert [one.code for one in look.findings] == static[:2] == ["ids_ignored", "tap_offset"]
+    assert look.as_dict["ids"] is None and look.as_dict["source"] == "model"
+    assert taps_words(look)[0].startswith("taps:     vllm names no layers, as its V1 runner does at the default")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (*V1_START, V1 + "(1, 3, 5)", *LOADED),
+        ("Starting to load model /m...", *LOADED),
+        ("Loading model from scratch...", "Loading drafter model...", *LOADED),
+        ("Loading drafter model...", *LOADED),
+    ],
+)
+def test_silence_means_the_default_of_no_other_log(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    look = TapsWatch(str(folder_of(tmp_path / "draft", exported()))).look(state(tmp_path, vllm(*lines)))
+    assert look is None or (look.said is not None and look.agrees)
+    assert TapsWatch(None).look(state(tmp_path, vllm(*V1_START, *LOADED))) is None
+
+
+def test_silence_about_a_draft_without_taps_means_nothing(tmp_path: Path) -> None:
+    raw = exported(eagle_config={"use_aux_hidden_state": False})
+    watch = TapsWatch(str(folder_of(tmp_path / "draft", raw)))
+    assert watch.look(state(tmp_path, vllm(*V1_START, *LOADED))) is None
+
+
 def test_a_draft_that_is_not_here_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(vllm(V1 + "(2, 4, 5)"))
     with pytest.raises(InputError, match="a draft on this machine"):

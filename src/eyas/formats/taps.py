@@ -194,6 +194,15 @@ def said(
     return replace(found, rule=f"its log: layers {list(ids)}, from {words}", problems=problems)
 
 
+def unsaid(engine: Engine, keys: TapKeys, target_type: str | None, num_hidden_layers: int | None) -> Capture:
+    """The same where its log names no layers: vLLM's V1 runner does so at the default of the target's class."""
+    default = captures(replace(engine, problems=()), TapKeys(), target_type, num_hidden_layers).boundaries
+    rule = "its log names no layers, as the V1 runner does at the default of the target's class"
+    if not default or not keys.use_aux:
+        return Capture(None, rule)
+    return replace(said(engine, default, "model", keys, target_type, num_hidden_layers), rule=rule)
+
+
 def ids_for(engine: Engine, boundaries: Sequence[int], target_type: str | None, num_hidden_layers: int) -> list[int]:
     """The ids to write in the key `engine` reads, such that it captures exactly `boundaries`.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eyas.errors import InputError
+from eyas.formats.engines import Runner
 from eyas.launch.causes import UNEXPLAINED, UNEXPLAINED_ADVICE
 from eyas.launch.lines import LineSplitter, shown
 from eyas.launch.phases import STATES, Engine
@@ -38,6 +39,8 @@ class LogState:
     """Checkpoint shards read and in all, in the phases weights and draft_weights."""
     taps: SaidTaps | None = None
     """The layers that the engine says it reads for the draft, in its own numbers; None: it did not say."""
+    runner: Runner | None = None
+    """Of vLLM, as its log shows."""
     cause: str | None = None
     """Code of launch/causes."""
     evidence: str | None = None
@@ -156,6 +159,7 @@ def _state(reading: Reading, bytes_read: int, note: str | None) -> LogState:
         progress=reading.progress,
         shards=reading.shards,
         taps=reading.taps,
+        runner=reading.runner,
         cause=(UNEXPLAINED if why.kind == "end" else why.code) if why else None,
         evidence=why.line() if why else None,
         advice=(UNEXPLAINED_ADVICE if why.kind == "end" else why.advice) if why else None,

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from typing import Literal, NamedTuple
 
+from eyas.launch.said_taps import RUNNERS
 from eyas.launch.said_taps import STARTS as SAYS_TAPS
 
 Engine = Literal["sglang", "vllm", "embedded", "llamacpp"]
@@ -83,7 +84,7 @@ MILESTONES = (
     Milestone("vllm", "distributed", "enter", ("Initializing a V1 LLM engine (v", "Initializing a V0 LLM engine (v")),
     Milestone("vllm", "distributed", "enter", ("world_size=",), r"\d+ rank=\d+ local_rank="),
     # vLLM: v1/worker/gpu_model_runner.py, gpu/model_runner.py, model_loader/default_loader.py
-    Milestone("vllm", "weights", "enter", ("Starting to load model ", "Loading model from scratch")),
+    Milestone("vllm", "weights", "enter", tuple(RUNNERS)),
     Milestone("vllm", "weights", "done", ("Loading weights took ",), r"[\d.]+ seconds"),
     Milestone("vllm", "draft_weights", "enter", ("Loading drafter model...",)),
     Milestone("vllm", "draft_weights", "taps", SAYS_TAPS, r"(?:speculative )?(?:config|model): "),

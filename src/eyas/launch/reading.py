@@ -5,12 +5,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from eyas.formats.engines import Runner
 from eyas.launch import own_lines, phases, tracebacks
 from eyas.launch.causes import engine_named, find
 from eyas.launch.explain import DETAIL_CHARACTERS, Clue, Clues, clue, exception_clue, own_clue
 from eyas.launch.lines import BAR, Line, parse, when
 from eyas.launch.phases import Engine, Milestone
-from eyas.launch.said_taps import SaidTaps, said_taps
+from eyas.launch.said_taps import SaidTaps, runner_of, said_taps
 from eyas.launch.tracebacks import Traceback, Tracebacks
 
 KEPT_LINES = 20
@@ -44,6 +45,8 @@ class Reading:
     shards: tuple[int, int] | None = None
     taps: SaidTaps | None = None
     """What the last line that told them told."""
+    runner: Runner | None = None
+    """vLLM's."""
     phase_starts: dict[str, datetime | None] = field(default_factory=dict)
     moment: datetime | None = None
     """Of the last milestone."""
@@ -151,6 +154,8 @@ class Reading:
             self._load(line.source, times + 1)
             self._enter("weights" if times == 0 else "draft_weights", line)
         elif found.phase != "warmup" or self.phase == "http":
+            if found.engine == "vllm":
+                self.runner = runner_of(line.message) or self.runner
             self._enter(found.phase, line)
 
     def _load(self, rank: str, times: int, through: bool = False) -> None:
@@ -169,7 +174,7 @@ class Reading:
     def _start(self, engine: Engine, line: Line) -> None:
         """Another server's log begins here, unless this one has only begun."""
         if self.phase not in (None, "args") or self.end or self.engine not in (None, engine):
-            self.phase = self.progress = self.shards = self.taps = self.end = self.moment = None
+            self.phase = self.progress = self.shards = self.taps = self.runner = self.end = self.moment = None
             self.place, self.soft = (-1, 0), False
             self.phase_starts, self.loads, self.clues, self.traces = {}, {}, Clues(), Tracebacks()
         self.engine = engine

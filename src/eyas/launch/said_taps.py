@@ -9,9 +9,12 @@ model: ...` for that default. SGLang 0.5.11 to 0.5.23 says nothing of them.
 import re
 from typing import NamedTuple
 
+from eyas.formats.engines import Runner
 from eyas.formats.taps import TapSource
 
 STARTS = ("Using auxiliary layers from ", "Using Eagle3 auxiliary layers from ")
+RUNNERS: dict[str, Runner] = {"Starting to load model ": "v1", "Loading model from scratch": "v2"}
+"""How each runner begins to load the target (gpu_model_runner.py and cpu_model_runner.py; gpu/model_runner.py)."""
 MAX_IDS = 64
 LINE = re.compile(
     rf"(?:{'|'.join(STARTS)})(?P<source>speculative config|config|model): "
@@ -32,3 +35,8 @@ def said_taps(message: str) -> SaidTaps | None:
     if match is None:
         return None
     return SaidTaps(tuple(map(int, match["ids"].split(","))), "model" if match["source"] == "model" else "config")
+
+
+def runner_of(message: str) -> Runner | None:
+    """Which of vLLM's runners begins to load with `message`: V1 tells its layers only where it does not default."""
+    return next((runner for start, runner in RUNNERS.items() if message.startswith(start)), None)

@@ -20,6 +20,7 @@ from eyas.wiring.static_checks import find_target, local_target
 
 ENGINE = "vllm"
 """The one that says so (launch/said_taps.py)."""
+BEHIND_LOADING = ("compile", "kv_cache", "graphs", "http", "warmup", "ready")
 NO_DRAFT = "its draft is not known: --draft FOLDER"
 
 
@@ -27,7 +28,8 @@ NO_DRAFT = "its draft is not known: --draft FOLDER"
 class TapsLook:
     """The layers in the engine's numbers and as boundaries, and the draft's own. None: not known."""
 
-    said: SaidTaps
+    said: SaidTaps | None
+    """None: vLLM's V1 runner drafts and named none, which means the default of the target's class."""
     boundaries: tuple[int, ...] | None
     draft: str | None = None
     declared: tuple[int, ...] | None = None
@@ -44,8 +46,8 @@ class TapsLook:
         """`taps` of `eyas watch --json`."""
         return {
             "engine": ENGINE,
-            "ids": list(self.said.ids),
-            "source": self.said.source,
+            "ids": None if self.said is None else list(self.said.ids),
+            "source": "model" if self.said is None else self.said.source,
             "boundaries": None if self.boundaries is None else list(self.boundaries),
             "draft": self.draft,
             "declared": None if self.declared is None else list(self.declared),
@@ -63,9 +65,9 @@ class TapsWatch:
         self.latest: TapsLook | None = None
 
     def look(self, log: LogState | None) -> TapsLook | None:
-        """What the log says by now; None where it says nothing."""
+        """What the log says by now; None where it says nothing, and its silence means nothing."""
         told = None if log is None else log.taps
-        if told is None:
+        if told is None and (log is None or self.draft is None or not silent(log)):
             self.latest = None
         elif self.latest is None or self.latest.said != told:
             self.latest = self._compare(told)
@@ -81,14 +83,15 @@ class TapsWatch:
         latest = None if self.latest is None else self.latest.as_dict
         return {"taps": latest, "findings": [one.model_dump(mode="json") for one in self.findings]}
 
-    def _compare(self, told: SaidTaps) -> TapsLook:
+    def _compare(self, told: SaidTaps | None) -> TapsLook | None:
         folder = None if self.draft is None else local_target(self.draft)
         if folder is None:
             why = NO_DRAFT if self.draft is None else f"{self.draft} is not on this machine: --draft FOLDER"
             return self._alone(told, why)
         try:
             facts = None if self.target is None or local_target(self.target) is None else find_target(self.target)
-            found = said_against(folder, self.engine, told.ids, told.source, facts)
+            ids, source = (None, "model") if told is None else told
+            found = said_against(folder, self.engine, ids, source, facts)
         except InputError as error:
             return self._alone(told, f"{error.where}: {error.got}")
         unknown = None
@@ -96,11 +99,21 @@ class TapsWatch:
             unknown = f"what the draft was trained on is not known ({found.declared_source})"
         elif found.boundaries is None:
             unknown = "the target's class is not one whose layers are known"
+        if told is None and unknown is not None:
+            return None
         return TapsLook(told, found.boundaries, self.draft, found.declared, found.findings, unknown)
 
-    def _alone(self, told: SaidTaps, why: str) -> TapsLook:
+    def _alone(self, told: SaidTaps | None, why: str) -> TapsLook | None:
+        if told is None:
+            return None
         capture = said(parse_engine(ENGINE), told.ids, told.source, TapKeys(), None, None)
         return TapsLook(told, capture.boundaries or capture.unbounded, self.draft, unknown=why)
+
+
+def silent(log: LogState) -> bool:
+    """Whether a drafting V1 runner is past where it names the layers of a draft's config, and named none."""
+    drafts = log.runner == "v1" and "draft_weights" in log.phase_starts
+    return log.taps is None and drafts and log.phase in BEHIND_LOADING
 
 
 def taps_of(found: Found, draft: str | None = None) -> TapsWatch:

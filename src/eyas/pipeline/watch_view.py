@@ -100,8 +100,12 @@ def taps_words(look: TapsLook | None) -> list[str]:
 
 
 def _taps(taps: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> list[str]:
-    whose = "its draft's config" if taps["source"] == "config" else "the default of the target's class, not the draft's"
-    words = f"{taps['engine']} says that it reads layers {taps['ids']}, from {whose}"
+    default = "the default of the target's class"
+    if taps["ids"] is None:
+        words = f"{taps['engine']} names no layers, as its V1 runner does at {default}"
+    else:
+        whose = "its draft's config" if taps["source"] == "config" else f"{default}, not the draft's"
+        words = f"{taps['engine']} says that it reads layers {taps['ids']}, from {whose}"
     words += "" if taps["boundaries"] is None else f": boundaries {taps['boundaries']}"
     if taps["agrees"] is None:
         words += f"; not compared: {taps['unknown']}"
