@@ -12,6 +12,7 @@
 # make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
 # make bench-distributed   training by two processes of one thread over one (two minutes)
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
+# make bench-recipes   accept length at equal data and steps beside speculators' recipe, ARGS="--captures RUN/captures"
 # make bench-peers     beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face; ARGS="--limit 20"; setup-bench-peers first
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
@@ -27,7 +28,7 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training shipped wiring-table setup-bench-peers bench-peers
+.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training bench-recipes shipped wiring-table setup-bench-peers bench-peers
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -98,6 +99,9 @@ wiring-table: $(READY)
 
 bench-training: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/bench_training.py
+
+bench-recipes: $(READY) $(PEERS_READY)
+	$(BIN)/python benchmarks/bench_recipes.py --peers-python $(PEERS)/bin/python $(ARGS)
 
 # what bench-peers runs that setup-engines does not make: OpenVINO GenAI, and llama.cpp as a wheel, with the source
 # tree whose converters turn target and draft into GGUF

@@ -1,7 +1,7 @@
 """What to train: one change at a time against the default, on one stored set of captures.
 
-    python benchmarks/ablations.py --captures RUN/captures [--target NAME] [--hours 6] [--set train.epochs=3 ...]
-    python benchmarks/ablations.py --table
+    python benchmarks/ablations.py --captures RUN/captures [--heldout OTHER/captures] [--hours 6] [--set train.epochs=3]
+    python benchmarks/ablations.py --captures RUN/captures --table
 
 First every change with one seed; then the best three and the default with two seeds more. Each run is a row of
 `bench/out/ablations.jsonl`: what was changed, seed, held-out accept length (the walk, chains of `evaluate.steps`), and
@@ -10,7 +10,8 @@ set have taken `--hours` in all. `--set` lays the same base under all of them; r
 
 Figures are shown as the mean over seeds with a 95 % interval (Student's t over seeds), and as the paired difference to
 the default on the same seeds: with one seed there is no interval and nothing is proven. Each run's best step is chosen
-on some of the held-out answers that it is then measured on, so all figures are a little high, all in the same way.
+on some of the captures' held-out answers; without --heldout it is then measured on those too, so all figures are a
+little high, all in the same way.
 """
 
 import argparse
@@ -37,6 +38,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "LK lambda": ("train.loss=lk_lambda",),
     "LK lambda, decay 3": ("train.loss=lk_lambda", "train.lk_decay=3.0"),
     "accept length": ("train.loss=accept_length", "train.step_weights=1,1,1"),
+    "rows that own drafts reach": ("train.on_policy=true",),
     "steps weigh the same": ("train.step_decay=1.0",),
     "steps weigh half": ("train.step_decay=0.5",),
     "all rows below the sum": ("train.denominator=all",),
@@ -65,6 +67,16 @@ def rows_of(path: Path, base: str) -> list[Row]:
     return [row for row in rows if row["base"] == base]
 
 
+def base_of(shared: tuple[str, ...], captures: Path, heldout: Path | None) -> str:
+    """What all runs of a set share."""
+    return hash_json([shared, *(manifest_hash(folder) for folder in (captures, heldout) if folder)])[:16]
+
+
+def append(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write("\n" * torn(path) + json.dumps(row) + "\n")
+
+
 def torn(path: Path) -> bool:
     """Whether the last line was cut by a kill."""
     return path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
@@ -83,18 +95,14 @@ def left(rows: list[Row], names: Iterable[str], finalists: int, seeds: int) -> I
         yield from ((name, seed) for name in [DEFAULT, *ranked[:finalists]] if (name, seed) not in done)
 
 
-def one_run(recipe: Recipe, captures: Path, folder: Path, name: str, seed: int, base: str) -> Row:
+def one_run(recipe: Recipe, captures: Path, heldout: Path, folder: Path, name: str, seed: int, base: str) -> Row:
     settings = recipe.train.model_copy(update={"seed": seed})
     manifest = train(captures, folder, settings, recipe.draft, recipe.target)
-    found = evaluate(folder, captures, recipe.evaluate, recipe.target)
     return {
         "base": base,
         "name": name,
         "seed": seed,
-        "accept_length": found["accept_length_walk"],
-        "accept_length_rows": found["accept_length"],
-        "survival": found["survival"],
-        "accuracy": found["accuracy"],
+        **measured(folder, heldout, recipe),
         "seconds": manifest.seconds,
         "tokens": manifest.facts["tokens"],
         "steps": manifest.facts["steps"],
@@ -102,6 +110,16 @@ def one_run(recipe: Recipe, captures: Path, folder: Path, name: str, seed: int, 
         "settings": manifest.settings,
         "machine": machine(),
         "versions": versions(),
+    }
+
+
+def measured(draft: Path, heldout: Path, recipe: Recipe) -> Row:
+    found = evaluate(draft, heldout, recipe.evaluate, recipe.target)
+    return {
+        "accept_length": found["accept_length_walk"],
+        "accept_length_rows": found["accept_length"],
+        "survival": found["survival"],
+        "accuracy": found["accuracy"],
     }
 
 
@@ -131,6 +149,7 @@ def table(rows: list[Row]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--captures", type=Path, required=True)
+    parser.add_argument("--heldout", type=Path, help="captures whose held-out answers are measured; --captures' own")
     parser.add_argument("--target", default=Recipe().target.name)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--set", dest="sets", action="append", default=[])
@@ -141,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="show what is there and run nothing")
     options = parser.parse_args(argv)
     shared = (f"target.name={options.target}", *options.sets)
-    base = hash_json([shared, manifest_hash(options.captures)])[:16]
+    base = base_of(shared, options.captures, options.heldout)
     path = options.out / "ablations.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys([DEFAULT, *options.only]))
@@ -154,9 +173,9 @@ def main(argv: list[str] | None = None) -> None:
         name, seed = todo
         say(f"ablations: {name}, seed {seed}")
         folder = options.out / "ablations" / f"{base}-{name.replace(' ', '-').replace(',', '')}-{seed}"
-        row = one_run(recipe_of((*shared, *CHANGES[name])), options.captures, folder, name, seed, base)
-        with path.open("a") as file:
-            file.write("\n" * torn(path) + json.dumps(row) + "\n")
+        recipe = recipe_of((*shared, *CHANGES[name]))
+        row = one_run(recipe, options.captures, options.heldout or options.captures, folder, name, seed, base)
+        append(path, row)
         rows.append(row)
         shutil.rmtree(folder)
     print(table(rows))

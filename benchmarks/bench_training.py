@@ -131,20 +131,29 @@ class Worker:
             raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}: its error is above")
         return json.loads(line)
 
-    def step(self) -> None:
+    def ask(self, line: str = "") -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        self.steps.append(self.answer())
+        return self.answer()
+
+    def step(self) -> None:
+        self.steps.append(self.ask())
 
     def stop(self) -> None:
         self.process.communicate()
 
 
+def peers_environment(compiled: bool = False) -> dict[str, str]:
+    """Ours without what would lead into our own packages."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "0" if compiled else "1"}
+    return kept | quiet
+
+
 def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: bool) -> dict[str, Any]:
     """One setting: all three, in turn."""
-    theirs = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    theirs |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "0" if compiled else "1"}
+    theirs = peers_environment(compiled)
     threading = {"OMP_NUM_THREADS": str(threads), "EYAS_BENCH_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         write_case(Path(folder), case, made_for(case))

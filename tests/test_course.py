@@ -59,8 +59,9 @@ def test_what_is_measured_while_training_is_what_evaluate_finds(
     at = [line["step"] for line in lines if HELD_OUT in line]
     assert at == sorted({*range(4, len(lines) + 1, 4), len(lines)})
     found = evaluate(tmp_path / "draft", captures, EvaluateSettings(steps=2), named)
-    best = max(line[HELD_OUT] for line in lines if HELD_OUT in line)
-    assert found["accept_length_walk"] == pytest.approx(best, abs=1e-6) == manifest.facts[HELD_OUT]
+    best = max((line for line in lines if HELD_OUT in line), key=lambda line: (line[HELD_OUT], line["step"]))
+    assert found["accept_length_walk"] == pytest.approx(best[HELD_OUT], abs=1e-6) == manifest.facts[HELD_OUT]
+    assert best["heldout_by_context"] == {str(one["from"]): one["accept_length"] for one in found["by_length"]}
 
 
 def test_the_best_step_is_never_pruned_and_is_the_draft_handed_on(
@@ -214,6 +215,9 @@ def test_an_event_by_hand() -> None:
     assert read_events(event) == [
         b"\x09" + struct.pack("<d", 1.0) + b"\x10\xac\x02" + b"\x2a" + bytes([len(summary)]) + summary
     ]
+    assert scalars_record({"step": 300, "time": 1.0, "a": {"256": 0.5}}) == scalars_record(
+        {"step": 300, "time": 1.0, "a/256": 0.5}
+    )
     crc = 0xE3069283
     assert masked_crc(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

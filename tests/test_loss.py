@@ -1,6 +1,7 @@
 """The TTT loss and its mask against a brute-force oracle."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,37 @@ def test_the_loss_and_its_gradient_equal_the_oracles_over_packed_documents(
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_on_policy_a_row_is_followed_while_it_drafts_the_text() -> None:
+    """Some tokens are made the ones that a row drafts at step 0, some the ones that the row before drafts at step 1."""
+    draft, steps = make_draft(), 3
+    words = (torch.arange(DRAFT_VOCAB) + draft.d2t).tolist()
+    documents = make_documents([14, 11])
+    for taps, ids, _, _ in documents:
+        for t in range(len(ids) - 2):
+            if t % 3:
+                row, step = (t, 0) if t % 3 == 1 else (t - 1, 1)
+                logits = Oracle(draft).document(taps[: t + 2], ids[: t + 2], 2)[row, step]
+                ids[t + 2] = words[int(logits.argmax())]
+    wanted, counts = oracle_loss(draft, documents, steps, 0.8, "supervised", on_policy=True)
+    every = oracle_loss(draft, documents, steps, 0.8, "supervised")[1]
+    assert counts[0]["rows"] == every[0]["rows"]
+    assert all(0 < some["rows"] < all_of["rows"] for some, all_of in zip(counts[1:], every[1:], strict=True))
+    wanted.backward()
+    wanted_gradients = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
+    draft.zero_grad()
+    batch = pack(documents, steps)
+    row_weights = weights(batch, draft, steps, 0.8, "supervised")
+    teacher: Any = SliceTeacher(draft)
+    loss, sums = ttt_loss(draft, batch, teacher, draft_ids(draft.t2d), row_weights, on_policy=True)
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert sums.rows.tolist() == [count["rows"] for count in counts]
+    assert sums.hits.tolist() == [count["hits"] for count in counts]
+    for name, p in draft.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, wanted_gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 @settings(max_examples=15, deadline=None)

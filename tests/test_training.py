@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from eyas.models.target import Target, load_target
 from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, read_manifest
 from eyas.training import loop, trainer_state
-from eyas.training.batches import order, pack
+from eyas.training.batches import Ahead, order, pack
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, expected_counts, gain, new_draft
 from eyas.training.loop import train
@@ -353,6 +354,26 @@ def test_each_epoch_holds_every_sample_once_and_batches_keep_their_size() -> Non
     assert sorted(indices[:5]) == sorted(indices[5:10]) == [0, 1, 2, 3, 4] and len(indices) == 12
     assert indices == order(5, 2.4, seed=3) != order(5, 2.4, seed=4)
     assert pack([0, 1, 2, 0], [6, 3, 20], 10) == [[0, 1], [2], [0]]
+
+
+def test_the_next_steps_batches_are_read_while_one_is_computed_and_each_once() -> None:
+    asked, gone_on = [], Event()
+
+    def read(step: int) -> list:
+        asked.append(step)
+        if step == 1:
+            assert gone_on.wait(60), "read before it was asked for"
+        if step == 2:
+            raise OSError("disk")
+        return [step]
+
+    ahead = Ahead(read, 4)
+    assert ahead.take(0) == [0]  # while step 1 is being read
+    gone_on.set()
+    assert ahead.take(1) == [1]
+    with pytest.raises(OSError, match="disk"):
+        ahead.take(2)
+    assert ahead.take(3) == [3] and asked == [0, 1, 2, 3]
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:

@@ -143,29 +143,38 @@ def oracle_loss(
     steps: int,
     decay: float,
     denominator: str,
+    on_policy: bool = False,
 ) -> tuple[Tensor, list[dict[str, float]]]:
-    """`documents`: (taps, ids, mask, the target's full logits [L, V]). The loss, and per step its counts."""
+    """`documents`: (taps, ids, mask, the target's full logits [L, V]). The loss, and per step its counts; `on_policy`:
+    a row is followed while what it drafts is the text; denominators stay those of all rows."""
     words = (torch.arange(draft.config.draft_vocab_size) + draft.d2t).tolist()
     sums = [torch.zeros(()) for _ in range(steps)]
     counts = [{"rows": 0, "kept": 0, "hits": 0} for _ in range(steps)]
+    divisors = [0] * steps
     for taps, ids, mask, target_logits in documents:
-        predicted = Oracle(draft).document(taps, ids, steps)
+        predicted, lost = Oracle(draft).document(taps, ids, steps), set()
         for (row, step), logits in predicted.items():
             answer = [position < len(ids) and bool(mask[position]) for position in range(row + 1, row + 3 + step)]
             if not all(answer):
                 continue
-            counts[step]["rows"] += 1
             teacher_logits = target_logits[row + 1 + step]
             best = int(teacher_logits.argmax())
+            divisors[step] += best in words
+            if row in lost:
+                continue
+            drafted = words[int(logits.argmax())]
+            if on_policy and drafted != ids[row + 2 + step]:
+                lost.add(row)
+            counts[step]["rows"] += 1
             if best not in words:
                 continue
             counts[step]["kept"] += 1
-            counts[step]["hits"] += words[int(logits.argmax())] == best
+            counts[step]["hits"] += drafted == best
             teacher = teacher_logits[words].softmax(0)
             sums[step] = sums[step] - (teacher * logits.log_softmax(0)).sum()
     total = sum(len(ids) for _, ids, _, _ in documents)
     loss = torch.zeros(())
     for step in range(steps):
-        by = total if denominator == "all" else max(counts[step]["kept"], 1)
+        by = total if denominator == "all" else max(divisors[step], 1)
         loss = loss + decay**step * sums[step] / by
     return loss, counts

@@ -71,7 +71,8 @@ def record_logits(head: nn.Module) -> list[Tensor]:
 # speculators --------------------------------------------------------------------------------------------------------
 
 
-def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3DraftModel:
+def speculators_untrained(config: Facts, attention: str) -> Eagle3DraftModel:
+    """As their class initialises it; head, embedding and what belongs to the target are still to be set."""
     layer = (Qwen3Config if config["block"] == "qwen3" else LlamaConfig)(**layer_keys(config))
     if config["sliding_window"] is not None:
         layer.sliding_window = config["sliding_window"]
@@ -81,7 +82,7 @@ def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3
     model_class, config_class = (
         (PEagleDraftModel, PEagleSpeculatorConfig) if peagle else (Eagle3DraftModel, Eagle3SpeculatorConfig)
     )
-    model = model_class(
+    return model_class(
         config_class(
             transformer_layer_config=layer,
             draft_vocab_size=config["draft_vocab_size"],
@@ -90,6 +91,10 @@ def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3
             **{key: config[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
         )
     )
+
+
+def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3DraftModel:
+    model = speculators_untrained(config, attention)
     weights = {name.removeprefix("draft."): one for name, one in tensors.items() if name.startswith("draft.")}
     if not model.use_draft_vocab:
         del weights["d2t"], weights["t2d"]
@@ -100,8 +105,8 @@ def speculators_model(config: Facts, tensors: Tensors, attention: str) -> Eagle3
     return model
 
 
-def speculators_batch(facts: Facts, tensors: Tensors) -> Facts:
-    """Through their own collation, padded to a multiple of 128 (flex attention needs that)."""
+def speculators_batch(facts: Facts, tensors: Tensors, multiple: int = 128) -> Facts:
+    """Through their own collation, padded to a multiple of so many rows (flex attention needs 128)."""
     samples = []
     for number in range(facts["documents"]):
         ids = tensors[f"{number}.ids"]
@@ -118,7 +123,7 @@ def speculators_batch(facts: Facts, tensors: Tensors) -> Facts:
     total = sum(len(sample["input_ids"]) for sample in samples)
     config = facts["config"]
     collate = CollateFn(
-        -(-total // 128) * 128,
+        -(-total // multiple) * multiple,
         config["hidden_size"],
         num_target_layers=len(config["boundaries"]),
         dtype=torch.float32,

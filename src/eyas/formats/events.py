@@ -46,7 +46,8 @@ def first_record(time: float) -> bytes:
 
 
 def scalars_record(line: Mapping[str, Any]) -> bytes:
-    """One line of metrics: every number a scalar of its key at the line's `step` and `time`, lists one an entry."""
+    """One line of metrics: every number a scalar of its key at the line's `step` and `time`; lists and tables one an
+    entry."""
     values = b"".join(
         _bytes_field(0x0A, _bytes_field(0x0A, tag.encode()) + struct.pack("<Bf", 0x15, value))
         for tag, value in chain.from_iterable(_numbers(key, value) for key, value in line.items())
@@ -58,8 +59,9 @@ def scalars_record(line: Mapping[str, Any]) -> bytes:
 def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
     if key in NOT_DRAWN:
         return []
-    if isinstance(value, list):
-        return [(f"{key}/{place}", number) for place, number in enumerate(value)]
+    if isinstance(value, list | dict):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(f"{key}/{place}", number) for place, number in entries]
     return [(key, value)] if isinstance(value, int | float) else []
 
 

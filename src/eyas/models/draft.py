@@ -17,7 +17,7 @@ from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.methods import MethodName
 from eyas.models.attention import Attend, Rope, attention, rope_parameters
-from eyas.models.fused import RMSNorm
+from eyas.models.fused import Doubled, RMSNorm, Tokens
 
 
 def llama_config(config: DraftConfig) -> LlamaConfig:
@@ -64,16 +64,23 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = LlamaMLP(llama_config(config))
 
-    def attention_input(self, embeds_BTH: Tensor, state_BTH: Tensor) -> tuple[Tensor, Tensor]:
+    def attention_input(self, embeds_BTH: Tensor | Doubled, state_BTH: Tensor) -> tuple[Tensor | Doubled, Tensor]:
         """The attention's input, [B, T, 2H] in the first layer, and the residual, [B, T, H]."""
         if not self.first:
             return self.input_layernorm(state_BTH), state_BTH
         normed = self.hidden_norm(state_BTH)
         residual = normed if self.norm_before_residual else state_BTH
+        if isinstance(embeds_BTH, Doubled):
+            return embeds_BTH.beside(normed), residual
         return torch.cat([self.input_layernorm(embeds_BTH), normed], dim=-1), residual
 
     def forward(
-        self, embeds_BTH: Tensor, state_BTH: Tensor, rope: Rope, attend: Attend, rows: Tensor | None = None
+        self,
+        embeds_BTH: Tensor | Doubled,
+        state_BTH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """The new state [B, T, H]; of `rows` only where given, while every row leaves its key and value."""
         x, residual = self.attention_input(embeds_BTH, state_BTH)
@@ -158,11 +165,27 @@ class Draft(nn.Module):
         With `rows` (indices [R]) only those rows' h is computed, [B, R, H]: in the last layer the others give no more
         than their key and value, which is most of a prompt's cost saved. `attend` then gets R queries and T keys.
         """
-        embeds = self.embed_tokens(ids_BT)
+        return self.step(self.embed_tokens(ids_BT), state_BTH, rope, attend, rows)
+
+    def tokens(self, ids_L: Tensor, met_M: Tensor) -> Tokens:
+        """A text's tokens for `step`, again and again: of its rows only `met_M` (ascending) are queried."""
+        first = self.layers[0]
+        assert isinstance(first, Layer), "a draft is made of draft layers"
+        return Tokens(first.input_layernorm(self.embed_tokens(ids_L[None])), met_M)
+
+    def step(
+        self,
+        embeds_BTH: Tensor | Doubled,
+        state_BTH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` with the rows' embeddings, or with a place each among `tokens`."""
         state = state_BTH
         for layer in self.layers[:-1]:
-            state = layer(embeds, state, rope, attend)
-        return self.layers[-1](embeds, state, rope, attend, rows)
+            state = layer(embeds_BTH, state, rope, attend)
+        return self.layers[-1](embeds_BTH, state, rope, attend, rows)
 
     def feedback(self, hidden_BTH: Tensor) -> Tensor:
         """What the next step is fed: h, or norm(h) under `norm_output`."""

@@ -93,6 +93,9 @@ class TrainSettings(Section):
     the chance that the chain survives the step, whose sum is the accept length lost (step_weights 1,1,1)."""
     lk_decay: float = Field(default=1.0, ge=0)
     """Of lk_lambda: the divergence weighs exp(-lk_decay alpha)."""
+    on_policy: bool = False
+    """Train a later step only where the draft's own tokens so far are the text's: the rows that a server which decodes
+    greedily drafts from. Method eagle3."""
     denominator: Literal["supervised", "all"] = "supervised"
     """What the summed loss is divided by: supervised rows, or all rows (EAGLE, SpecForge)."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -136,6 +139,15 @@ class TrainSettings(Section):
         if given is not None and (len(given) != self.ttt_length or min(given) < 0 or given[0] <= 0):
             raise ValueError(
                 f"step_weights {given}: wanted {self.ttt_length} (ttt_length), the first above 0, none below"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weighed_once(self) -> "TrainSettings":
+        if self.on_policy and self.loss == "accept_length":
+            raise ValueError(
+                "on_policy with loss accept_length, which weighs each step by the chance to get there already: wanted "
+                "one of them"
             )
         return self
 

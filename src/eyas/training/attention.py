@@ -88,15 +88,16 @@ class MergedAttention(torch.autograd.Function):
             context[:, :, rows], log_sum_BNR[:, :, rows] = found
         shares_SBNR: list[Tensor] = []
         if own:
-            chosen = _chosen(own, places, query_BNRE.shape[1])
-            scale = query_BNRE.shape[-1] ** -0.5
-            scores = [(query_BNRE * key).sum(-1).float() * scale for key, _ in chosen]
+            chosen = _chosen(own, places)
+            scale, query_BKGRE = query_BNRE.shape[-1] ** -0.5, _grouped(query_BNRE, key_BKTE)
+            scores = [(query_BKGRE * key).sum(-1).flatten(1, 2).float() * scale for key, _ in chosen]
             before = log_sum_BNR
             log_sum_BNR = torch.stack([before, *scores]).logsumexp(0)
             shares_SBNR = [(score - log_sum_BNR).exp() for score in scores]
             context = context * (before - log_sum_BNR).exp()[..., None].to(context.dtype)
+            grouped = _grouped(context, key_BKTE)
             for share, (_, value) in zip(shares_SBNR, chosen, strict=True):
-                context.addcmul_(share[..., None].to(value.dtype), value)
+                grouped.addcmul_(_grouped(share[..., None], key_BKTE).to(value.dtype), value)
         ctx.blocks, ctx.places = blocks, places
         ctx.save_for_backward(query_BNRE, key_BKTE, value_BKTU, context, log_sum_BNR, *own, *shares_SBNR)
         return context
@@ -118,17 +119,15 @@ class MergedAttention(torch.autograd.Function):
             grad_value[:, :, keys] += found[2]
         grads_own: list[Tensor] = []
         if own:
-            mean_BNR = (grad_BNRU * context).sum(-1)
+            grad, asked, into = (_grouped(states, key) for states in (grad_BNRU, query, grad_query))
+            mean_BKGR = _grouped((grad_BNRU * context).sum(-1, keepdim=True), key)
             for place, share, pair, states in zip(
-                ctx.places, shares_SBNR, _chosen(own, ctx.places, query.shape[1]), _pairs(own), strict=True
+                ctx.places, shares_SBNR, _chosen(own, ctx.places), _pairs(own), strict=True
             ):
-                share = share.to(query.dtype)
-                slope = share * ((grad_BNRU * pair[1]).sum(-1) - mean_BNR) * query.shape[-1] ** -0.5
-                grad_query.addcmul_(slope[..., None], pair[0])
-                grads_own += [
-                    _placed(slope[..., None] * query, place, states[0]),
-                    _placed(share[..., None] * grad_BNRU, place, states[1]),
-                ]
+                share = _grouped(share[..., None].to(query.dtype), key)
+                slope = share * ((grad * pair[1]).sum(-1, keepdim=True) - mean_BKGR) * query.shape[-1] ** -0.5
+                into.addcmul_(slope, pair[0])
+                grads_own += [_placed(slope * asked, place, states[0]), _placed(share * grad, place, states[1])]
         return None, None, grad_query, grad_key, grad_value, *grads_own
 
 
@@ -136,21 +135,22 @@ def _pairs(own: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(own[::2], own[1::2], strict=True))
 
 
-def _chosen(own: Any, places: list[Tensor], heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Key and value [B, N, R, .] of each later step for the rows at work, one for each query head."""
-    groups = heads // own[0].shape[1]
+def _grouped(states_BNRE: Tensor, key_BKTE: Tensor) -> Tensor:
+    """By key head and the query heads of it [B, K, G, R, E], a view."""
+    return states_BNRE.unflatten(1, (key_BKTE.shape[1], -1))
+
+
+def _chosen(own: Any, places: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Key and value [B, K, 1, R, .] of each later step for the rows at work."""
     return [
-        (
-            key.index_select(2, place).repeat_interleave(groups, dim=1),
-            value.index_select(2, place).repeat_interleave(groups, dim=1),
-        )
+        (key.index_select(2, place)[:, :, None], value.index_select(2, place)[:, :, None])
         for place, (key, value) in zip(places, _pairs(own), strict=True)
     ]
 
 
-def _placed(grad_BNRE: Tensor, place: Tensor, like_BKRE: Tensor) -> Tensor:
+def _placed(grad_BKGRE: Tensor, place: Tensor, like_BKRE: Tensor) -> Tensor:
     """A gradient by query head of the rows at work, summed by key head, among all rows of its step."""
-    summed = grad_BNRE.unflatten(1, (like_BKRE.shape[1], -1)).sum(2)
+    summed = grad_BKGRE.sum(2)
     if len(place) == like_BKRE.shape[2]:
         return summed
     return torch.zeros_like(like_BKRE).index_copy_(2, place, summed)

@@ -4,6 +4,8 @@ Shapes: T packed rows, A width of the taps, H target hidden.
 """
 
 import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,14 @@ def pack(indices: list[int], lengths: list[int], batch_tokens: int) -> list[list
         batches[-1].append(index)
         room -= lengths[index]
     return batches
+
+
+def planned(samples: Samples, settings: TrainSettings) -> list[list[list[int]]]:
+    """Optimiser steps over all epochs, each of packed batches, each of indices of train samples."""
+    lengths, chosen = [sample.length for sample in samples.samples], samples.of_split("train")
+    indices = [chosen[index] for index in order(len(chosen), settings.epochs, settings.seed)]
+    packed = pack(indices, lengths, settings.batch_tokens)
+    return [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
 
 
 def parts(batches: list[list[int]], lengths: list[int], batch_tokens: int, ranks: int) -> list[list[list[int]]]:
@@ -91,18 +101,18 @@ class Batches:
         self.starts = np.cumsum([0, *(sample.length for sample in reader.samples)])
         self.kept_argmax = None if self.next_is_argmax else _open_argmax(argmax_file, int(self.starts[-1]))
 
-    def load(self, indices: list[int], device: torch.device) -> Batch:
-        """The batch of these samples, float32 states."""
+    def load(self, indices: list[int]) -> Batch:
+        """The batch of these samples, float32 states, where the samples' own are."""
         samples = self.reader.read_all(indices)
         masks = [self._mask(sample) for sample in samples]
         argmax = [self._argmax(index, sample) for index, sample in zip(indices, samples, strict=True)]
         return Batch(
             samples=tuple(sample.id for sample in samples),
-            ids_T=torch.cat([sample.ids_T for sample in samples]).to(device, torch.int64),
-            taps_TA=torch.cat([sample.taps_TA for sample in samples]).to(device, torch.float32),
-            last_hidden_TH=torch.cat([sample.last_hidden_TH for sample in samples]).to(device, torch.float32),
-            argmax_T=torch.cat(argmax).to(device),
-            rows=supervise(torch.cat(masks), [len(mask) for mask in masks], self.steps).to(device),
+            ids_T=torch.cat([sample.ids_T for sample in samples]).to(torch.int64),
+            taps_TA=torch.cat([sample.taps_TA for sample in samples]).to(torch.float32),
+            last_hidden_TH=torch.cat([sample.last_hidden_TH for sample in samples]).to(torch.float32),
+            argmax_T=torch.cat(argmax),
+            rows=supervise(torch.cat(masks), [len(mask) for mask in masks], self.steps),
         )
 
     def _mask(self, sample: Sample) -> Tensor:
@@ -117,6 +127,21 @@ class Batches:
             kept_T[1:] = found_T[1:]
             kept_T[0] = found_T[0]  # last: it tells the other processes of this machine that all are known
         return torch.from_numpy(kept_T.astype(np.int64))
+
+
+class Ahead:
+    """Batches of optimiser steps, those of the next one read while one is computed: training waits for no disk."""
+
+    def __init__(self, read: Callable[[int], list[Batch]], steps: int) -> None:
+        self.read, self.steps = read, steps
+        self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.reading: dict[int, Future[list[Batch]]] = {}
+
+    def take(self, step: int) -> list[Batch]:
+        """Those of `step`. Raises what reading them raised."""
+        found = self.reading.pop(step, None) or self.reader.submit(self.read, step)
+        self.reading = {step + 1: self.reader.submit(self.read, step + 1)} if step + 1 < self.steps else {}
+        return found.result()
 
 
 def _open_argmax(path: Path, tokens: int) -> np.memmap:

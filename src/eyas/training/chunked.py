@@ -83,16 +83,25 @@ def _score(
     """The loss of each row and whether no logit is above that of `truth`; the logits become the loss's slope."""
     losses, hits = [], []
     for logits, where, truth in zip(*(each.split(BLOCK) for each in (logits_RD, where_R, truth_R)), strict=True):
-        shares, teacher = buffers_2BD[:, : len(logits)]
-        torch.index_select(teacher_PD, 0, where, out=teacher)
+        shares, buffer = buffers_2BD[:, : len(logits)]
+        teacher = _rows_at(teacher_PD, where, buffer)
         top = logits.amax(dim=-1)
         hits.append(logits.gather(1, truth[:, None])[:, 0] == top)
         torch.softmax(logits, dim=-1, out=shares)
         # log sum exp = top - log(share of the top): one softmax serves both
         loss, slope = objective.score(logits, shares, top - shares.amax(dim=-1).log(), teacher)
         losses.append(loss)
-        logits.copy_(slope)
+        if slope is not logits:
+            logits.copy_(slope)
     return torch.cat(losses), torch.cat(hits)
+
+
+def _rows_at(teacher_PD: Tensor, where_R: Tensor, buffer_RD: Tensor) -> Tensor:
+    """The teacher's rows: themselves where they follow one another, as rows of one document mostly do, else copied."""
+    first = int(where_R[0])
+    if torch.equal(where_R, torch.arange(first, first + len(where_R), device=where_R.device)):
+        return teacher_PD[first : first + len(where_R)]
+    return torch.index_select(teacher_PD, 0, where_R, out=buffer_RD)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:

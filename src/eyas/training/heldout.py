@@ -25,7 +25,8 @@ class HeldOut:
         self.truths: dict[int, Truth] = {}
 
     def measure(self, draft: Draft) -> dict[str, Any]:
-        """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows."""
+        """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows, and
+        `heldout_by_context`: the accept length over rows by the first context length of each bucket."""
         tally = Tally(self.steps)
         for number in self.chosen[self.ranks.place.rank :: self.ranks.size]:
             (sample,) = self.reader.read_all([number])
@@ -37,7 +38,12 @@ class HeldOut:
             tallies[0].merge(other)
         found = tallies[0].result(self.reader.greedy)
         kind = "accept_length_walk" if self.reader.greedy else "accept_length"
-        return {HELD_OUT: round(found[kind], 6), "heldout_survival": found["survival"]}
+        by_context = {str(bucket["from"]): bucket["accept_length"] for bucket in found["by_length"]}
+        return {
+            HELD_OUT: round(found[kind], 6),
+            "heldout_survival": found["survival"],
+            "heldout_by_context": by_context,
+        }
 
 
 def _one_answer(reader: Samples, number: int) -> bool:

@@ -26,7 +26,7 @@ from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
 from eyas.run import JSON, Manifest, hash_file, read_manifest
 from eyas.stage import Stage
-from eyas.training.batches import Batches, check_shares, order, pack, parts
+from eyas.training.batches import Ahead, Batches, check_shares, parts, planned
 from eyas.training.distributed import Ranks, joined, stop_requested
 from eyas.training.heldout import HeldOut
 from eyas.training.initialise import count_tokens
@@ -72,20 +72,22 @@ class Trainer:
     objective: Objective = field(init=False)
     replicas: Replicas = field(init=False)
     optimiser: Optimiser = field(init=False)
+    ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.draft_of_V = draft_ids(self.draft.t2d)
         self.objective = objective_of(settings)
         self.replicas = Replicas(self.draft, self.compute, settings.ttt_length, self.ranks, settings.parallel)
+        self.ahead = Ahead(self.read, len(self.plan))
         # of the parameters as they are held now: whole or in shards
         self.optimiser = make_optimiser(self.draft, settings, self.unit_A)
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""
-        settings, device = self.settings, self.ranks.device
-        mine = parts(self.plan[self.step], self.lengths, settings.batch_tokens, self.ranks.size)[self.ranks.place.rank]
-        batches = [self.batches.load(indices, device) for indices in mine if indices]
+        settings, mine = self.settings, self.mine(self.step)
+        read = self.read(self.step) if settings.online else self.ahead.take(self.step)
+        batches = [batch.to(self.ranks.device) for batch in read]
         weights = row_weights(batches, self.draft.t2d, settings, self.ranks)
         rate = learning_rate(self.step, len(self.plan), settings)
         for group in self.optimiser.param_groups:
@@ -113,12 +115,20 @@ class Trainer:
         self.tokens += tokens
         return metrics(self.step, self.tokens, total, sums, rate, norm)
 
+    def mine(self, step: int) -> list[list[int]]:
+        """This process's packed batches of a step, the last of them maybe without a sample."""
+        return parts(self.plan[step], self.lengths, self.settings.batch_tokens, self.ranks.size)[self.ranks.place.rank]
+
+    def read(self, step: int) -> list[Batch]:
+        return [self.batches.load(indices) for indices in self.mine(step) if indices]
+
     def loss(self, batch: Batch | None, weights: list[float]) -> tuple[Tensor, Sums]:
         """Of one of this process's batches; of none where the others have one batch more."""
         return self.replicas(batch, weights)
 
     def compute(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
-        return ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, self.dtype, self.objective)
+        named = {"dtype": self.dtype, "objective": self.objective, "on_policy": self.settings.on_policy}
+        return ttt_loss(self.draft, batch, self.teacher, self.draft_of_V, weights, **named)
 
     def summed(self, loss: float, sums: Sums) -> tuple[float, Sums]:
         """Over all processes."""
@@ -156,7 +166,7 @@ class Trainer:
         indices = [index for indices in self.plan[self.step] for index in indices if entries[index].id in names]
         found = []
         for index in indices:
-            loss, _ = self.loss(self.batches.load([index], self.ranks.device), weights)
+            loss, _ = self.loss(self.batches.load([index]).to(self.ranks.device), weights)
             gradients = torch.autograd.grad(loss, list(trained(self.draft).values()))
             if not all(bool(value.isfinite().all()) for value in (loss, *gradients)):
                 found.append(entries[index].id)
@@ -268,10 +278,7 @@ def prepare(
     batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on=settings.loss_on, argmax_file=argmax_file)
     if not ranks.place.local_rank:
         ranks.wait()
-    lengths = [sample.length for sample in samples.samples]
-    trained_on = [train_split[index] for index in order(len(train_split), settings.epochs, settings.seed)]
-    packed = pack(trained_on, lengths, settings.batch_tokens)
-    plan = [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]
+    lengths, plan = [sample.length for sample in samples.samples], planned(samples, settings)
     check_shares(plan, settings, ranks)
     dtype = DTYPES[stage.decided["precision"]]
     trainer = Trainer(draft, info, teacher, batches, plan, lengths, settings, dtype, ranks, unit_A)

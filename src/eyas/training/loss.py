@@ -9,6 +9,7 @@ P teacher rows, D draft vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from eyas.formats.methods import MethodName
 from eyas.models.draft import Draft
+from eyas.models.fused import Doubled, taken
 from eyas.training.attention import TTTAttention
 from eyas.training.chains import chains_of
-from eyas.training.chunked import ChunkedLoss
+from eyas.training.chunked import CHUNK, ChunkedLoss
 from eyas.training.objectives import SOFT_CROSS_ENTROPY, Objective
 from eyas.training.parallel import unroll_parallel
 from eyas.training.rows import Rows
@@ -37,6 +39,16 @@ class Batch:
     argmax_T: Tensor
     """The target's full-vocabulary argmax after each row; read at supervised rows only."""
     rows: Rows
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(
+            samples=self.samples,
+            ids_T=self.ids_T.to(device),
+            taps_TA=self.taps_TA.to(device),
+            last_hidden_TH=self.last_hidden_TH.to(device),
+            argmax_T=self.argmax_T.to(device),
+            rows=self.rows.to(device),
+        )
 
     def with_bad_states(self) -> list[str]:
         """The samples whose taps or last hidden are not finite."""
@@ -89,21 +101,48 @@ def unroll(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int =
 
 
 def unroll_steps(draft: Draft, taps_TA: Tensor, ids_T: Tensor, rows: Rows, pace: int) -> list[Tensor]:
-    """One forward a step: true tokens, the draft's own states."""
+    return unroll_some(draft, taps_TA, ids_T, rows, pace)[0]
+
+
+def unroll_some(
+    draft: Draft,
+    taps_TA: Tensor,
+    ids_T: Tensor,
+    rows: Rows,
+    pace: int = 1,
+    going_on: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[list[Tensor], Rows]:
+    """One forward a step: true tokens, the draft's own states. Row t is fed at step s the token that row t + s is fed
+    at step 0, so nothing of the tokens themselves is computed again. `going_on`(step, rows [R], h [R, H]) says which
+    rows [R] later steps go on with; the rows that were unrolled are given back."""
     attention = TTTAttention(rows, draft.config.sliding_window)
     # What follows a document's last row is never attended to. A single document's ids may go on beyond its taps.
-    following_T = torch.cat([ids_T[1:], ids_T[-1:]])[: len(taps_TA)]
+    following = torch.cat([ids_T[1:], ids_T[-1:]])
+    met = torch.cat([index + step for step, index in enumerate(rows.index)]).unique()
+    tokens = draft.tokens(following, met)
     state = draft.fuse(taps_TA[None])
-    hidden = draft(following_T[None], state, draft.rope(rows.positions_T[None]), attention, rows=rows.index[0])
+    rope = draft.rope(rows.positions_T[None])
+    hidden = draft.step(Doubled(tokens, None), state, rope, attention, rows=rows.index[0])
     unrolled = [hidden[0]]
     for step in range(1, rows.steps):
+        if going_on is not None:
+            before, kept = rows.index[step - 1], going_on(step - 1, rows.index[step - 1], hidden[0])
+            attention.rows = rows = rows.only(step, torch.isin(rows.index[step], before[kept]))
         attention.begin(step)
         index = rows.index[step]
-        state = draft.feedback(hidden)[:, rows.inside[step]]
+        state = taken(draft.feedback(hidden), rows.inside[step])
         rope = draft.rope(rows.positions_T[index][None] + step * pace)
-        hidden = draft(ids_T[index + 1 + step][None], state, rope, attention)
+        hidden = draft.step(Doubled(tokens, index + step), state, rope, attention)
         unrolled.append(hidden[0])
-    return unrolled
+    return unrolled, rows
+
+
+@torch.no_grad()
+def drafts_its_text(draft: Draft, ids_T: Tensor, step: int, index_R: Tensor, hidden_RH: Tensor) -> Tensor:
+    """Whether what each row drafts at `step` is the token that it is fed next [R]: only then is that its own, and,
+    where answers are greedy, does a server draft the row's next step at all."""
+    drafted = [draft.target_ids(draft.logits(part).argmax(-1)) for part in hidden_RH.split(CHUNK)]
+    return torch.cat(drafted) == ids_T[index_R + 2 + step]
 
 
 UNROLLS: dict[MethodName, Unroll] = {"eagle3": unroll_steps, "peagle": unroll_parallel}
@@ -122,8 +161,10 @@ def ttt_loss(
     row_weights: Sequence[float],
     dtype: torch.dtype = torch.float32,
     objective: Objective = SOFT_CROSS_ENTROPY,
+    on_policy: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The weighted loss (a scalar with a gradient) and its per-step sums.
+    """The weighted loss (a scalar with a gradient) and its per-step sums; `on_policy`: over the rows that the draft's
+    own tokens reach.
 
     `row_weights[s]` is what one row of step s weighs: step_decay ** s over the denominator. `draft_of_V` is the draft
     id of each target id (vocab.draft_ids). `dtype`: that of the matrix products.
@@ -131,7 +172,11 @@ def ttt_loss(
     rows = batch.rows
     device_type = batch.ids_T.device.type
     with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
-        hidden = unroll(draft, batch.taps_TA, batch.ids_T, rows)
+        if on_policy:
+            own = partial(drafts_its_text, draft, batch.ids_T)
+            hidden, rows = unroll_some(draft, batch.taps_TA, batch.ids_T, rows, going_on=own)
+        else:
+            hidden = unroll(draft, batch.taps_TA, batch.ids_T, rows)
     kept = in_vocabulary(rows, batch.argmax_T, draft.t2d)
     teacher_rows_P = rows.index[0] + 1  # every step's teacher position is some step-0 row's
     with torch.no_grad():

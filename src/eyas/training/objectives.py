@@ -18,7 +18,7 @@ from eyas.recipe import TrainSettings
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [C, D], their softmax [C, D], their log sum exp [C], teacher [C, D]) to loss [C] and its slope by the logits
-[C, D]. Logits and softmax may be overwritten."""
+[C, D]. Logits and softmax may be overwritten, the teacher never: it is other rows' too."""
 
 LEAST = 1e-30
 """What a probability counts as at least, where its logarithm is taken."""
@@ -38,7 +38,8 @@ def soft_cross_entropy(
     logits_CD: Tensor, shares_CD: Tensor, log_norm_C: Tensor, teacher_CD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """- sum p log q. Its slope, q - p, is that of the forward KL divergence too."""
-    return log_norm_C - logits_CD.mul_(teacher_CD).sum(dim=-1), shares_CD.sub_(teacher_CD)
+    loss_C = log_norm_C - torch.linalg.vecdot(logits_CD, teacher_CD)
+    return loss_C, torch.sub(shares_CD, teacher_CD, out=logits_CD)
 
 
 def reverse_kl(logits_CD: Tensor, shares_CD: Tensor, log_norm_C: Tensor, teacher_CD: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,14 @@ class Rows:
         ends = torch.searchsorted(self.index[step].cpu(), torch.tensor(self.starts))
         return (ends[1:] - ends[:-1]).tolist()
 
+    def only(self, step: int, kept_R: Tensor) -> "Rows":
+        """Of the rows of `step` those that `kept_R` says, and no others at any later one."""
+        index = list(self.index)
+        index[step] = index[step][kept_R]
+        for later in range(step + 1, self.steps):
+            index[later] = index[later][torch.isin(index[later], index[step])]
+        return Rows(self.starts, self.positions_T, tuple(index), _inside(index))
+
     def to(self, device: torch.device) -> "Rows":
         return Rows(
             self.starts,
@@ -57,8 +65,11 @@ def supervise(mask_T: Tensor, lengths: list[int], steps: int) -> Rows:
     for step in range(steps):
         supervised_T = supervised_T & _ahead(answer_T, 2 + step) & (remaining_T >= 2 + step)
         index.append(supervised_T.nonzero()[:, 0])
-    inside = [index[0], *(torch.searchsorted(before, now) for before, now in pairwise(index))]
-    return Rows(starts, positions_T, tuple(index), tuple(inside))
+    return Rows(starts, positions_T, tuple(index), _inside(index))
+
+
+def _inside(index: list[Tensor]) -> tuple[Tensor, ...]:
+    return (index[0], *(torch.searchsorted(before, now) for before, now in pairwise(index)))
 
 
 def _ahead(answer_T: Tensor, shift: int) -> Tensor:

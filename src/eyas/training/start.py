@@ -124,6 +124,13 @@ def starting_draft(
     else:
         draft = somebodys_draft(draft_folder(settings.start_from), target, samples, manifest, shape)
         say_coverage(draft, target, counts_V)
+    if settings.on_policy and draft.config.method != "eagle3":
+        raise InputError(
+            wanted="method eagle3 for train.on_policy: a draft that is fed its own tokens",
+            got=draft.config.method,
+            where="train.on_policy",
+            next="--set train.on_policy=false",
+        )
     info = make_info(
         draft,
         target.identity,
