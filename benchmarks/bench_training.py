@@ -4,10 +4,10 @@
 
 Each trains in a process and an environment of its own; they take turns, one step each, so that a busy machine slows
 all three alike. A step is collation, teacher, forward, backward, clipping and AdamW, in float32, on documents of one
-length (no padding for anybody). `tok_s` are sequence tokens a second, not times TTT; `peak_mb` is the process's largest
-resident size while stepping. Without --answers every token is in the loss, and all three train the same rows but for a
-few at document ends; the first loss, of one document, is held against ours. With it the prompts, a third, are not; the
-peers compute their rows all the same.
+length (no padding for anybody). `tok_s` are sequence tokens a second, not times TTT; `cpu_seconds` a step's processor
+seconds, which other load moves less; `peak_mb` is the process's largest resident size while stepping. Without --answers
+every token is in the loss, and all three train the same rows but for a few at document ends; the first loss, of one
+document, is held against ours. With it the prompts, a third, are not; the peers compute their rows all the same.
 
 The draft is the default target's, 576 wide, with a vocabulary of 8192 out of 49152. Writes bench/out/training.json: for
 each program its figures in the setting where Eyas gains least, and every setting under `runs`.
@@ -86,8 +86,8 @@ def serve_eyas(case: Case) -> None:
     made = made_for(case)
     draft, teacher = made.draft, teacher_of(made)
     to_draft, update = draft_ids(draft.t2d), optimiser_step(draft.parameters())
-    by_kept = TrainSettings(step_decay=DECAY, denominator="supervised")
-    by_all = TrainSettings(step_decay=DECAY, denominator="all")
+    by_kept = TrainSettings(ttt_length=case.steps, step_decay=DECAY, denominator="supervised")
+    by_all = TrainSettings(ttt_length=case.steps, step_decay=DECAY, denominator="all")
 
     def advance(documents: int | None) -> dict[str, Any]:
         batch = batch_of(case, replace(made, documents=made.documents[:documents]))
@@ -180,13 +180,15 @@ def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: 
         seconds = [step["seconds"] for step in worker.steps]
         found[name] = {
             "tok_s": round(tokens / statistics.median(seconds), 1),
+            "cpu_seconds": round(statistics.median(step["cpu_seconds"] for step in worker.steps), 3),
             "peak_mb": round(worker.steps[-1]["peak_mb"]),
             "resting_mb": round(worker.steps[-1]["resting_mb"]),
         }
     for peer in PEERS:
-        pairs = zip(workers[peer].steps, workers["eyas"].steps, strict=True)
-        ratios = [theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]
-        found[f"times_{peer}"] = [round(ratio, 2) for ratio in (statistics.median(ratios), min(ratios), max(ratios))]
+        pairs = list(zip(workers[peer].steps, workers["eyas"].steps, strict=True))
+        for clock, key in (("seconds", f"times_{peer}"), ("cpu_seconds", f"cpu_times_{peer}")):
+            ratios = [theirs[clock] / ours[clock] for theirs, ours in pairs]
+            found[key] = [round(ratio, 2) for ratio in (statistics.median(ratios), min(ratios), max(ratios))]
         if case.gradients:
             loss, wanted = workers["eyas"].first[peer], workers[peer].first["loss"]
             found[f"loss_{peer}"] = {"eyas": loss, "theirs": wanted, "apart": abs(loss / wanted - 1)}
@@ -205,6 +207,7 @@ def say(run: dict[str, Any]) -> None:
         if name in PEERS:
             middle, low, high = run[f"times_{name}"]
             line += f"; eyas {middle} times as fast ({low} to {high})"
+            line += ", {} times ({} to {}) by processor seconds".format(*run[f"cpu_times_{name}"])
         if f"loss_{name}" in run:
             line += f"; first loss apart by {run[f'loss_{name}']['apart']:.1e}"
         print(line, flush=True)

@@ -45,8 +45,8 @@ def serve(step: Callable[[int | None], dict[str, Any]]) -> None:
     resting = memory_mb("VmRSS")
     print(json.dumps(facts), file=out, flush=True)
     for _ in sys.stdin:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         step(None)
-        seconds = time.perf_counter() - started
-        facts = {"seconds": seconds, "resting_mb": resting, "peak_mb": memory_mb("VmHWM")}
+        seconds, cpu = time.perf_counter() - started, time.process_time() - worked
+        facts = {"seconds": seconds, "cpu_seconds": cpu, "resting_mb": resting, "peak_mb": memory_mb("VmHWM")}
         print(json.dumps(facts), file=out, flush=True)

@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_the_peers(peers: Path, name: str, run: str) -> N
     draft, batch, teacher = made(name).draft, batch_of(BY_NAME[name], made(name)), teacher_of(made(name))
     theirs, peer = theirs_of(peers, name, run), run.split("/")[0]
     denominator = {"speculators": "supervised", "specforge": "all"}[peer]
-    settings = TrainSettings(step_decay=DECAY, denominator=denominator)
+    settings = TrainSettings(ttt_length=BY_NAME[name].steps, step_decay=DECAY, denominator=denominator)
     weights = row_weights([batch], draft.t2d, settings)
     draft.zero_grad()
     loss, sums = ttt_loss(draft, batch, teacher, draft_ids(draft.t2d), weights)
