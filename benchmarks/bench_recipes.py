@@ -4,7 +4,7 @@
     python benchmarks/bench_recipes.py --captures RUN/captures --table                          (make bench-recipes)
 
 For each budget and seed both train on the same stored states: the same samples, packed alike, in the same order, one
-optimiser step each, over the same draft vocabulary; the last step is the draft. So a budget below one epoch is, for
+optimiser step each, over as large a draft vocabulary; the last step is the draft. So a budget below one epoch is, for
 each seed, another part of the captures. What is measured is the walk on held-out answers, by one code for both.
 speculators trains in its own environment (recipe_peer.py: its model, loss, optimisers and schedule, at the values that
 its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens` and
@@ -32,12 +32,11 @@ from eyas.data.shards import CaptureReader, Sample
 from eyas.models.checkpoint import make_info, save_draft
 from eyas.models.draft import make_draft
 from eyas.models.target import Target, load_target
-from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import Recipe, recipe_of
 from eyas.run import machine, versions
 from eyas.training.batches import planned
-from eyas.training.initialise import count_tokens, draft_config, gain, special_ids
+from eyas.training.initialise import count_tokens, draft_config, gain
 
 HERE = Path(__file__).parent
 OUT = Path("bench/out")
@@ -119,17 +118,15 @@ def speculators_run(recipe: Recipe, captures: Path, folder: Path, seed: int, pyt
 
 
 def write_start(start: Path, recipe: Recipe, target: Target, reader: CaptureReader) -> None:
-    """The draft's sizes, and what it takes from the target and the answers: the vocabulary map is the one ours has."""
+    """The draft's sizes, and what it takes from the target and the answers."""
     config = draft_config(target, reader.boundaries, recipe.draft)
     counts_V = count_tokens(reader, reader.of_split("train"), "assistant", target.vocab_size)
-    d2t, t2d = build_vocab(counts_V, config.draft_vocab_size, special_ids(target, counts_V))
     embedding = target.embedding.detach()
     tensors = {
         "embedding": embedding,
         "norm": gain(target.final_norm, embedding[0]),
-        "head": target.head.weight.detach()[target_ids(d2t)],
-        "d2t": d2t,
-        "t2d": t2d,
+        "head": target.head.weight.detach(),
+        "counts": counts_V,
     }
     save_file(
         {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, start.with_suffix(".safetensors")

@@ -1,10 +1,10 @@
 """speculators' side of bench_recipes.py, run by its interpreter: `recipe_peer.py START SEED STEPS`.
 
-START.json has the draft's sizes, START.safetensors the target's embedding, norm and head, and the vocabulary map.
-Nothing of the recipe is written down here: shape, loss, optimisers and schedule are what `TrainConfig()` of their
-command line holds and what their own functions make of it. Not theirs: the loop around a step (their Trainer wants an
-accelerator; clipping to 1.0 is as in it), float32 where it casts to bfloat16, and the eager loss, for the fused one is
-a Triton kernel.
+START.json has the draft's sizes, START.safetensors the target's embedding, norm and head, and how often each token is
+supervised. Nothing of the recipe is written down here: shape, vocabulary map, loss, optimisers and schedule are what
+`TrainConfig()` of their command line holds and what their own functions make of it. Not theirs: the loop around a step
+(their Trainer wants an accelerator; clipping to 1.0 is as in it), float32 where it casts to bfloat16, in torch's Muon
+too, and the eager loss, for the fused one is a Triton kernel.
 
 The first line out is the recipe. Each line in names a batch's file: one step on it, and its loss out. `save FILE`
 writes the draft's tensors.
@@ -25,11 +25,27 @@ from speculators.train.cli import set_seed
 from speculators.train.config.schema import TrainConfig
 from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from torch import Tensor
+from torch.optim import _muon
 from transformers import get_linear_schedule_with_warmup
 
 from peer_worker import Facts, Tensors, speculators_batch, speculators_untrained
 
 SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sliding_window")
+
+
+def orthogonal(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """torch's Newton-Schulz iteration (optim/_muon.py), in the gradient's float32: many a CPU multiplies bfloat16 at a
+    tenth of the speed, and a step of Muon would take ten times as long as all the rest of it."""
+    a, b, c = coefficients
+    tall = grad.shape[0] > grad.shape[1]
+    x = grad.T if tall else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
 
 
 def recipe(defaults: TrainConfig) -> dict[str, Any]:
@@ -47,13 +63,16 @@ class Run:
         self.config = facts | self.recipe["draft"]
         set_seed(seed)
         self.model = speculators_untrained(self.config, "sdpa")
-        self.model.load_vocab_mappings(start["t2d"], start["d2t"])
-        head = start["head"]
+        counts = {token: count for token, count in enumerate(start["counts"].tolist()) if count}
+        d2t, t2d = build_vocab_mappings_from_distribution(counts, facts["draft_vocab_size"], facts["vocab_size"])
+        self.model.load_vocab_mappings(t2d, d2t)
+        head = start["head"][t2d]
         owned = {"embed_tokens": start["embedding"], "lm_head": head, "verifier_lm_head": head}
         owned["verifier_norm"] = start["norm"]
         _, unexpected = self.model.load_state_dict({f"{name}.weight": w for name, w in owned.items()}, strict=False)
         assert not unexpected, unexpected
         self.model.train()
+        _muon._zeropower_via_newtonschulz = orthogonal
         self.optimisers = build_optimizers(self.model, defaults.optimizer)
         planned = TrainerConfig(
             defaults.optimizer.lr, num_epochs=1, save_path="", max_steps=steps, **defaults.scheduler.model_dump()

@@ -35,13 +35,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
         pytest.skip(f"no {PYTHON}: make test-peers installs speculators 0.9.0 and specforge 0.2.0")
     folder = tmp_path_factory.mktemp("recipe")
     made = material(CASES[0])
-    draft, start = made.draft, folder / "start"
-    head = made.head_VH[draft.t2d]
-    tensors = {"embedding": draft.embed_tokens.weight, "norm": made.norm_H, "head": head, "d2t": draft.d2t}
-    save_file({n: t.detach().clone() for n, t in (tensors | {"t2d": draft.t2d}).items()}, f"{start}.safetensors")
+    start, embedding = folder / "start", made.draft.embed_tokens.weight
+    counts = torch.arange(len(made.head_VH)) % 7  # some tokens never
+    tensors = {"embedding": embedding, "norm": made.norm_H, "head": made.head_VH, "counts": counts}
+    save_file({n: t.detach().clone() for n, t in tensors.items()}, f"{start}.safetensors")
     start.with_suffix(".json").write_text(json.dumps(CASES[0].config.model_dump(mode="json")))
     for case in CASES:
-        write_case(folder, case, beside(case, made))
+        write_case(folder, case, beside(case, made, made.draft))
     lines = [str(folder / f"{case.name}.safetensors") for case in CASES]
     lines.insert(3, f"save {folder / 'draft.safetensors'}")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -59,12 +59,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
     yield folder, recipe, [answer["loss"] for answer in answers if answer]
 
 
-def beside(case: Case, first: Material) -> Material:
-    """Other documents, the same target and vocabulary."""
+def beside(case: Case, first: Material, draft: Draft) -> Material:
+    """Other documents, the same target, and the draft's vocabulary."""
     made = material(case)
     made.head_VH, made.norm_H = first.head_VH, first.norm_H
-    made.draft.d2t, made.draft.t2d = first.draft.d2t, first.draft.t2d
-    made.draft.share_embedding(first.draft.embed_tokens.weight)
+    made.draft.d2t, made.draft.t2d = draft.d2t, draft.t2d
     return made
 
 
@@ -99,7 +98,7 @@ def test_the_draft_that_speculators_trains_is_ours_after_loading_and_its_loss_is
     first, last = material(CASES[0]), CASES[3]
     draft.share_embedding(first.draft.embed_tokens.weight)
     assert len(losses) == 4
-    assert their_loss(draft, last, beside(last, first)) == pytest.approx(losses[3], rel=1e-5)
+    assert their_loss(draft, last, beside(last, first, draft)) == pytest.approx(losses[3], rel=1e-5)
 
 
 def test_the_recipe_is_the_one_that_the_documentation_tells(trained: tuple[Path, dict, list[float]]) -> None:
@@ -130,4 +129,6 @@ def test_the_recipe_is_the_one_that_the_documentation_tells(trained: tuple[Path,
 
 def test_their_head_and_the_target_stay_as_they_are(trained: tuple[Path, dict, list[float]]) -> None:
     draft, start = load_file(trained[0] / "draft.safetensors"), load_file(trained[0] / "start.safetensors")
-    assert torch.equal(draft["lm_head.weight"], start["head"])
+    assert torch.equal(draft["lm_head.weight"], start["head"][draft["t2d"]])
+    assert draft["t2d"].sum() == CASES[0].config.draft_vocab_size
+    assert draft["t2d"][start["counts"] > 3].all() and not draft["t2d"][start["counts"] == 0].all()
