@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eyas.engine.cache import KVCache, attended_length, leaf_paths, path_to
+from eyas.engine.costs import best_seconds
 from eyas.engine.forward import TargetForward
 from eyas.engine.generate import Engine
 from eyas.engine.linear import KERNELS, available_kernels, fastest_kernels
@@ -190,6 +191,16 @@ def test_a_kernel_is_used_only_where_it_computes_what_f_linear_computes(monkeypa
     monkeypatch.setitem(KERNELS, "onednn", lambda weight, bias: lambda x: x[..., :1].expand(1, x.shape[1], 96))
     assert available_kernels(torch.float32, torch.device("cpu")) == ["torch"]
     assert "onednn linears are not used" in said[0]
+
+
+def test_costs_are_the_threads_own_seconds_where_it_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts what other processes take, which a choice of depth is then made by."""
+    ticks = iter(range(100))
+    monkeypatch.setattr("time.thread_time", lambda: float(next(ticks)))
+    monkeypatch.setattr("time.perf_counter", lambda: 10.0 * next(ticks))
+    for threads, seconds in ((1, 1.0), (2, 10.0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert best_seconds(lambda size: None, [1, 2], tries=2) == {1: seconds, 2: seconds}
 
 
 def test_a_machine_without_row_invariance_is_told_aloud(
