@@ -184,5 +184,7 @@ def test_learned_positions_end_with_the_context_and_not_in_an_error(config: PreT
 
 
 def test_int8_is_refused_where_there_is_nothing_to_round() -> None:
-    with pytest.raises(InputError, match="none in the layers of GPT2LMHeadModel"):
-        Engine(target_of(GPT2), int8=True, announce=False)
+    falcon = FalconConfig(**ALIBI, num_attention_heads=4, num_hidden_layers=4, max_position_embeddings=512)
+    for config, name in ((GPT2, "GPT2LMHeadModel"), (falcon, "FalconForCausalLM")):
+        with pytest.raises(InputError, match=f"none in the layers of {name}, which multiply by modules of their own"):
+            Engine(target_of(config), int8=True, announce=False)

@@ -25,7 +25,7 @@ def script() -> ModuleType:
 def test_graphs_are_told_of_and_replayed_texts_are_eager_ones(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(str(save_tiny_target(tmp_path / "t", layers=6)), dtype="bfloat16")
+    target = load_target(str(save_tiny_target(tmp_path / "t")), dtype="bfloat16")
     recording = Recording(script.call_again, room=300)
     monkeypatch.setattr(script, "WAYS", {"tree": script.WAYS["tree"]})
     prompts = script.prompts_of(target, 1)
@@ -41,6 +41,6 @@ def test_a_recording_that_fails_is_told_of_in_its_place(script: ModuleType, tmp_
     def refuse(step: object) -> None:
         raise RuntimeError("operation not permitted")
 
-    target = load_target(str(save_tiny_target(tmp_path / "t", layers=6)))
+    target = load_target(str(save_tiny_target(tmp_path / "t")))
     told = script.speed(target, script.prompts_of(target, 1), 6, Recording(lambda: refuse, room=300))
     assert told["graphs"] == {"target": "operation not permitted", "draft": "operation not permitted"}

@@ -70,7 +70,7 @@ def settle(
     if int8 and not groups[0]:
         raise InputError(
             wanted="linear layers, whose weights int8 rounds",
-            got=f"none in the layers of {type(forward.target.model).__name__}",
+            got=f"none in the layers of {type(forward.target.model).__name__}, which multiply by modules of their own",
             where="precision int8",
             next="--precision bfloat16",
         )
