@@ -1,6 +1,6 @@
 """The embedded server on the default target, as paired ratios of one run; writes bench/out/server.json.
 
-    python benchmarks/bench_server.py [--draft DRAFT] [--target T] [--dtype bfloat16] [--tokens 96] [--rounds 3]
+    python benchmarks/bench_server.py [--draft shipped] [--target T] [--dtype bfloat16] [--tokens 96] [--rounds 3]
     python benchmarks/bench_server.py --soak 300 [--idle 200] [--active 16]
 
 Every round: one stream by the bare engine in this process and one by the server, eight streams plain and eight with

@@ -8,6 +8,7 @@ Shapes: N texts, R rows of all of them, A width of the taps, H hidden, D draft v
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,15 +54,14 @@ def _order(texts: Sequence[Text]) -> Sequence[int]:
 
 def propose_texts(asked: Sequence[tuple[Proposer, int]]) -> list[Tree]:
     """The tree of each (proposer, levels), side by side where that can be."""
-    together = [(proposer, depth) for proposer, depth in asked if side_by_side(proposer)]
+    together = [proposer for proposer, _ in asked if side_by_side(proposer)]
     if len(together) < 2:
         return [proposer.propose(depth) for proposer, depth in asked]
-    chains = iter(_chains([proposer for proposer, _ in together if isinstance(proposer, DraftProposer)],
-                          [depth for _, depth in together]))  # fmt: skip
-    return [next(chains) if side_by_side(proposer) else proposer.propose(depth) for proposer, depth in asked]
+    grown = iter(_chains(together, [depth for proposer, depth in asked if side_by_side(proposer)]))
+    return [next(grown) if side_by_side(proposer) else proposer.propose(depth) for proposer, depth in asked]
 
 
-def side_by_side(proposer: Proposer) -> bool:
+def side_by_side(proposer: Proposer) -> TypeGuard[DraftProposer]:
     """Whether its chains can grow in one forward with others'."""
     if type(proposer) is not DraftProposer or not isinstance(proposer.forward, NativeDraft):
         return False
