@@ -22,11 +22,19 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import torch
+
+from eyas.data.shards import CaptureReader
+from eyas.models.checkpoint import load_draft
+from eyas.models.target import load_target
+from eyas.models.vocab import target_ids
 from eyas.progress import say
 from eyas.recipe import Recipe, recipe_of
 from eyas.run import hash_json, machine, manifest_hash, versions
-from eyas.training.evaluate import evaluate
+from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
+from eyas.training.inputs import check_draft
 from eyas.training.loop import train
+from eyas.training.teacher import Teacher
 
 OUT = Path("bench/out")
 DEFAULT = "default"
@@ -95,14 +103,14 @@ def left(rows: list[Row], names: Iterable[str], finalists: int, seeds: int) -> I
         yield from ((name, seed) for name in [DEFAULT, *ranked[:finalists]] if (name, seed) not in done)
 
 
-def one_run(recipe: Recipe, captures: Path, heldout: Path, folder: Path, name: str, seed: int, base: str) -> Row:
+def one_run(recipe: Recipe, captures: Path, judge: "Judge", folder: Path, name: str, seed: int, base: str) -> Row:
     settings = recipe.train.model_copy(update={"seed": seed})
     manifest = train(captures, folder, settings, recipe.draft, recipe.target)
     return {
         "base": base,
         "name": name,
         "seed": seed,
-        **measured(folder, heldout, recipe),
+        **judge.measure(folder),
         "seconds": manifest.seconds,
         "tokens": manifest.facts["tokens"],
         "steps": manifest.facts["steps"],
@@ -113,8 +121,27 @@ def one_run(recipe: Recipe, captures: Path, heldout: Path, folder: Path, name: s
     }
 
 
-def measured(draft: Path, heldout: Path, recipe: Recipe) -> Row:
-    found = evaluate(draft, heldout, recipe.evaluate, recipe.target)
+class Judge:
+    """`eyas evaluate` for many drafts: the target is loaded, and asked about each held-out answer, once."""
+
+    def __init__(self, heldout: Path, recipe: Recipe) -> None:
+        self.folder, self.reader, self.steps = heldout, CaptureReader(heldout), recipe.evaluate.steps
+        self.target = load_target(recipe.target.name)
+        self.truths: dict[int, Truth] = {}
+
+    def measure(self, folder: Path) -> Row:
+        draft, info = load_draft(folder, self.target.embedding, torch.float32)
+        check_draft(info, self.reader, self.reader.manifest.facts, self.folder)
+        teacher, tally = Teacher(self.target, target_ids(draft.d2t), self.reader.last_hidden_norm), Tally(self.steps)
+        for number in self.reader.of_split("heldout"):
+            sample = self.reader.read(number)
+            if number not in self.truths:
+                self.truths[number] = truth_of(sample, teacher)
+            add_sample(tally, draft, sample, teacher, self.truths[number])
+        return figures(tally.result(self.reader.greedy))
+
+
+def figures(found: dict[str, Any]) -> Row:
     return {
         "accept_length": found["accept_length_walk"],
         "accept_length_rows": found["accept_length"],
@@ -164,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     path = options.out / "ablations.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys([DEFAULT, *options.only]))
-    rows = rows_of(path, base)
+    rows, judge = rows_of(path, base), None
     while not options.table and (todo := next(left(rows, names, options.finalists, options.seeds), None)) is not None:
         spent = sum(row["seconds"] for row in rows) / 3600
         if spent >= options.hours:
@@ -174,7 +201,8 @@ def main(argv: list[str] | None = None) -> None:
         say(f"ablations: {name}, seed {seed}")
         folder = options.out / "ablations" / f"{base}-{name.replace(' ', '-').replace(',', '')}-{seed}"
         recipe = recipe_of((*shared, *CHANGES[name]))
-        row = one_run(recipe, options.captures, options.heldout or options.captures, folder, name, seed, base)
+        judge = judge or Judge(options.heldout or options.captures, recipe)
+        row = one_run(recipe, options.captures, judge, folder, name, seed, base)
         append(path, row)
         rows.append(row)
         shutil.rmtree(folder)

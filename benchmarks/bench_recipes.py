@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ablations import Row, append, base_of, interval, measured, one_run, rows_of
+from ablations import Judge, Row, append, base_of, interval, one_run, rows_of
 from bench_training import Worker, peers_environment
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -134,12 +134,11 @@ def write_start(start: Path, recipe: Recipe, target: Target, reader: CaptureRead
     start.with_suffix(".json").write_text(json.dumps(config.model_dump(mode="json")))
 
 
-def run(name: str, recipe: Recipe, folder: Path, seed: int, base: str, options: argparse.Namespace) -> Row:
-    heldout = options.heldout or options.captures
+def run(name: str, recipe: Recipe, judge: Judge, folder: Path, seed: int, base: str, options: Any) -> Row:
     if name == OURS:
-        return one_run(recipe, options.captures, heldout, folder, name, seed, base)
+        return one_run(recipe, options.captures, judge, folder, name, seed, base)
     facts = speculators_run(recipe, options.captures, folder, seed, options.peers_python, options.threads)
-    row = {"base": base, "name": name, "seed": seed, **measured(folder, heldout, recipe)}
+    row = {"base": base, "name": name, "seed": seed, **judge.measure(folder)}
     return row | facts | {"machine": machine(), "versions": versions()}
 
 
@@ -164,13 +163,14 @@ def main(argv: list[str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = CaptureReader(options.captures).samples
     total = sum(sample.length for sample in entries if sample.split == "train")
-    rows = rows_of(path, base)
+    rows, judge = rows_of(path, base), None
     while not options.table and (todo := next(left(rows, options.tokens, options.seeds), None)) is not None:
         budget, seed, name = todo
         say(f"recipes: {budget} tokens, seed {seed}, {name}")
         recipe: Any = recipe_of((*shared, f"train.epochs={budget / total:.6f}"))
         folder = options.out / "recipes" / f"{base}-{name}-{budget}-{seed}"
-        row = run(name, recipe, folder, seed, base, options) | {"budget": budget}
+        judge = judge or Judge(options.heldout or options.captures, recipe)
+        row = run(name, recipe, judge, folder, seed, base, options) | {"budget": budget}
         append(path, row)
         rows.append(row)
         shutil.rmtree(folder)
