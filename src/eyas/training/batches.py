@@ -47,6 +47,16 @@ def pack(indices: list[int], lengths: list[int], batch_tokens: int) -> list[list
     return batches
 
 
+GROUP_TOKENS = 8192
+
+
+def spread(samples: Samples, indices: list[int], rows: int) -> list[list[int]]:
+    """Of these samples some of about `rows` rows together, spread evenly, in groups that fit in memory at one time."""
+    lengths = [sample.length for sample in samples.samples]
+    total = sum(lengths[index] for index in indices)
+    return pack(indices[:: max(1, total // rows)], lengths, GROUP_TOKENS)
+
+
 def planned(samples: Samples, settings: TrainSettings) -> list[list[list[int]]]:
     """Optimiser steps over all epochs, each of packed batches, each of indices of train samples."""
     lengths, chosen = [sample.length for sample in samples.samples], samples.of_split("train")

@@ -18,6 +18,7 @@ from eyas.models.target import Target
 from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
 from eyas.recipe import DraftSettings, validate
+from eyas.training.batches import spread
 from eyas.training.teacher import Teacher
 
 SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
@@ -156,8 +157,8 @@ def count_tokens(reader: Samples, indices: Iterable[int], loss_on: str, vocab_si
     return counts_V
 
 
-EXPECTED_ROWS, AT_ONCE = 16_384, 64
-"""Rows whose next tokens are expected, about, and samples read at a time."""
+EXPECTED_ROWS = 16_384
+"""Rows whose next tokens are expected, about."""
 
 
 @torch.no_grad()
@@ -167,11 +168,9 @@ def expected_counts(target: Target, reader: Samples, indices: list[int]) -> Tens
     A draft serves texts that nobody has seen: of the tokens never counted these tell which are likely there.
     """
     teacher = Teacher(target, torch.arange(0), reader.last_hidden_norm)
-    total = sum(reader.samples[index].length for index in indices)
-    spread = indices[:: max(1, total // EXPECTED_ROWS)]
     summed_V, rows = torch.zeros(target.vocab_size, dtype=torch.float64), 0
-    for place in range(0, len(spread), AT_ONCE):
-        for sample in reader.read_all(spread[place : place + AT_ONCE]):
+    for group in spread(reader, indices, EXPECTED_ROWS):
+        for sample in reader.read_all(group):
             states = sample.last_hidden_TH[:-1][sample.loss_mask_T[1:]]
             if len(states):
                 summed_V += teacher.expected_counts(states)

@@ -19,13 +19,16 @@ from eyas.data.shards import Samples
 from eyas.models.attention import GroupedAttention
 from eyas.models.draft import Draft, Layer
 from eyas.progress import say
+from eyas.training.batches import spread
 from eyas.training.initialise import STATE_STD, gain, share_query_and_key
 from eyas.training.teacher import Teacher
 
 SELF_SCORE = 8.0
 """What a row's own key scores: exp(8) is 3,000 other keys' worth."""
-ROWS_A_WIDTH, AT_ONCE = 32, 64
-"""Rows read at most, as a multiple of A + H, and samples read at a time."""
+ROWS_A_WIDTH, MOST_ROWS = 16, 131_072
+"""Rows read: so many for each of A + H, but no more than that."""
+MOST_WIDTH = 49_152
+"""A + 2H at most: the moments of so many are 19 GB of the host's memory."""
 OTHERS_STD = 0.02
 
 
@@ -57,6 +60,8 @@ def unfit(draft: Draft) -> str | None:
         return "latent attention has no value of its own to read a token by"
     if draft.config.target_hidden_size != draft.config.hidden_size:
         return "the target's states are wider or narrower than the draft's"
+    if draft.config.taps_width + 2 * draft.config.hidden_size > MOST_WIDTH:
+        return "least squares over taps so wide take more memory than they are worth"
     return None
 
 
@@ -69,13 +74,14 @@ def start_from_least_squares(draft: Draft, teacher: Teacher, samples: Samples, n
     moments = moments_of(draft, teacher, samples, numbers)
     if moments is None:
         return torch.ones(draft.fc.in_features, device=draft.fc.weight.device)
-    fc_AH, read_HU, write_UH = solve(moments, head_metric(draft), values_width(draft))
+    fc_AH, read_HU, write_UH = solve(moments, head_metric(draft).cpu(), values_width(draft))
     draft.fc.weight.copy_((fc_AH / moments.unit_A[:, None]).T)
+    device = draft.fc.weight.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        read_own_token(draft, read_HU.float(), write_UH.float())
+        read_own_token(draft, read_HU.float().to(device), write_UH.float().to(device))
     say(f"train: starts from least squares over {moments.rows:,} rows")
-    return moments.unit_A.float()
+    return moments.unit_A.float().to(device)
 
 
 def values_width(draft: Draft) -> int:
@@ -85,35 +91,36 @@ def values_width(draft: Draft) -> int:
 @torch.no_grad()
 def moments_of(draft: Draft, teacher: Teacher, samples: Samples, numbers: list[int]) -> Moments | None:
     """Of the rows of samples spread evenly over `numbers`; None of fewer than two rows."""
-    most = ROWS_A_WIDTH * (draft.config.taps_width + draft.config.hidden_size)
-    total = sum(samples.samples[number].length for number in numbers)
-    spread = numbers[:: max(1, total // most)]
-    product, sums, squares, rows = torch.zeros(()), torch.zeros(()), torch.zeros(()), 0
-    for x_RA, e_RH, y_RH in rows_of(draft, teacher, samples, spread):
+    wanted = min(MOST_ROWS, ROWS_A_WIDTH * (draft.config.taps_width + draft.config.hidden_size))
+    width = draft.config.taps_width + 2 * draft.config.hidden_size
+    product = torch.zeros(width, width, dtype=torch.float64)
+    sums = squares = torch.zeros(draft.config.taps_width, dtype=torch.float64)
+    rows = 0
+    for x_RA, e_RH, y_RH in rows_of(draft, teacher, samples, spread(samples, numbers, wanted)):
         joined = torch.cat([x_RA, e_RH, y_RH], dim=1)
-        product = product + (joined.T @ joined).double()
-        sums, squares = sums + x_RA.double().sum(0), squares + x_RA.double().square().sum(0)
+        product += (joined.T @ joined).cpu()  # multiplied where the rows are, summed and solved in the host's memory
+        sums, squares = sums + x_RA.double().sum(0).cpu(), squares + x_RA.double().square().sum(0).cpu()
         rows += len(x_RA)
     if rows < 2:
         return None
     unit_A = (squares / rows - (sums / rows).square()).clamp(min=0).sqrt()
     unit_A = unit_A.clamp(min=1e-3 * float(unit_A.max()) or 1.0)
-    units = torch.cat([unit_A, torch.ones(len(product) - len(unit_A), dtype=unit_A.dtype, device=unit_A.device)])
-    return Moments(product / rows / units[:, None] / units, unit_A, rows, len(unit_A))
+    units = torch.cat([unit_A, torch.ones(width - len(unit_A), dtype=torch.float64)])
+    return Moments(product.div_(rows).div_(units[:, None]).div_(units), unit_A, rows, len(unit_A))
 
 
 def rows_of(
-    draft: Draft, teacher: Teacher, samples: Samples, numbers: list[int]
+    draft: Draft, teacher: Teacher, samples: Samples, groups: list[list[int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, e and y of the rows before a supervised token, some samples at a time."""
+    """x, e and y of the rows before a supervised token, a group of samples at a time."""
     weight = draft.fc.weight
     first = draft.layers[0]
     assert isinstance(first, Layer), "a draft is made of draft layers"
     norm_H = gain(teacher.target.final_norm, draft.norm.weight).float()
     norm_H = torch.where(norm_H.abs() < 1e-3, 1.0, norm_H)
-    for place in range(0, len(numbers), AT_ONCE):
+    for group in groups:
         found = []
-        for sample in samples.read_all(numbers[place : place + AT_ONCE]):
+        for sample in samples.read_all(group):
             keep = sample.loss_mask_T[1:].nonzero().flatten()
             ids = sample.ids_T[1:][keep].to(weight.device, torch.int64)
             x_RA = draft.before_fc(sample.taps_TA[keep].to(weight.device, torch.float32))
