@@ -26,12 +26,12 @@ from eyas.models.target import Target, load_target
 from eyas.progress import Progress
 from eyas.recipe import CaptureSettings, Recipe
 from eyas.run import machine, read_manifest, versions, write_atomic
+from eyas.training.batches import spread
 from eyas.training.initialise import gain
 from eyas.training.least_squares import damped
 from eyas.training.teacher import Teacher
 
 OUT = Path("bench/out/taps.json")
-AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def chosen(target: Target, normed_RH: Tensor) -> Tensor:
     return torch.cat([target.logits(rows).argmax(-1) for rows in normed_RH.split(256)])
 
 
-def rows_of(samples: TargetSamples, teacher: Teacher, gain_H: Tensor, numbers: list[int], bar: Progress) -> Rows:
+def rows_of(samples: TargetSamples, teacher: Teacher, gain_H: Tensor, groups: list[list[int]], bar: Progress) -> Rows:
     """Of the rows before a supervised token of these samples."""
     embedding, hidden = teacher.target.embedding, len(gain_H)
     known, wanted = [], []
-    for first in range(0, len(numbers), AT_ONCE):
-        for sample in samples.read_all(numbers[first : first + AT_ONCE]):
+    for group in groups:
+        for sample in samples.read_all(group):
             keep = sample.loss_mask_T[1:].nonzero().flatten()
             token = embedding[sample.ids_T[1:][keep].long()].float()
             token = token / token.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
@@ -106,8 +106,9 @@ def prepare(options: argparse.Namespace) -> Probe:
     candidates = tuple(sorted({*options.candidates, *default_boundaries(target.num_hidden_layers)}))
     settings = CaptureSettings(boundaries=candidates, precision="float32", store="float32", batch_tokens=2048)
     samples = TargetSamples(options.responses, read_manifest(options.responses, "responses"), target, settings)
-    chosen_ones = {split: some(samples, split, rows) for split, rows in (("train", options.rows), ("heldout", 4096))}
-    if not chosen_ones["heldout"]:
+    splits = (("train", options.rows), ("heldout", 4096))
+    groups = [spread(samples, samples.of_split(split), rows) for split, rows in splits]
+    if not groups[1]:
         raise InputError(
             wanted="held-out answers to judge by",
             got="none in these responses",
@@ -117,8 +118,8 @@ def prepare(options: argparse.Namespace) -> Probe:
     teacher = Teacher(target, torch.arange(0), "before")
     gain_H = gain(target.final_norm, target.embedding[0].float())
     gain_H = torch.where(gain_H.abs() < 1e-3, 1.0, gain_H)
-    with Progress("taps", sum(map(len, chosen_ones.values())), "samples") as bar:
-        train, heldout = (rows_of(samples, teacher, gain_H, numbers, bar) for numbers in chosen_ones.values())
+    with Progress("taps", sum(len(group) for some in groups for group in some), "samples") as bar:
+        train, heldout = (rows_of(samples, teacher, gain_H, some, bar) for some in groups)
     unit = train.known.std(0).clamp(min=1e-6)
     joined = torch.cat([train.known / unit, train.wanted], dim=1)
     weight_VH = target.head.weight.float() * gain_H
@@ -132,13 +133,6 @@ def prepare(options: argparse.Namespace) -> Probe:
         gain_H=gain_H,
         metric_HH=weight_VH.T @ weight_VH / len(weight_VH),
     )
-
-
-def some(samples: TargetSamples, split: str, rows: int) -> list[int]:
-    """Numbers of samples of a split, spread evenly, of about so many rows together."""
-    numbers = samples.of_split(split)
-    total = sum(samples.samples[number].length - samples.samples[number].prompt_tokens for number in numbers)
-    return numbers[:: max(1, total // rows)]
 
 
 @torch.no_grad()
@@ -168,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", default=Recipe().target.name)
     parser.add_argument("--candidates", type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--count", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=20_000, help="train rows that are fitted")
+    parser.add_argument("--rows", type=int, default=20_000, help="tokens of train samples that are read, about")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(argv)
     probe = prepare(options)
