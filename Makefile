@@ -46,7 +46,7 @@ demo: $(READY)
 	$(BIN)/eyas run demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks shipping

@@ -1,5 +1,6 @@
 """Shared fixtures: one tiny target a session, and a cache folder that is not the user's."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,12 @@ from hypothesis import HealthCheck, settings
 
 from tiny import save_tiny_target, tiny_model
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# Beside other workers a test and what it starts have one thread: threads that spin for work take the others' cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+else:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
 # A busy machine is no failure: nothing here is judged by the clock.
 settings.register_profile("eyas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("eyas")

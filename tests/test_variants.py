@@ -108,7 +108,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "refused"), VARIANTS, ids=lambda v: "-".join(v) if isinstance(v, dict) else str(v)
+    ("kind", "shape", "refused"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(sorted(v)) or "none"
 )
 def test_a_variant_is_trained_evaluated_exported_and_served_losslessly(
     grounds: dict[str, Ground], tmp_path: Path, kind: str, shape: dict[str, object], refused: set[str]
