@@ -2,7 +2,7 @@
 
     python shipping/make.py [--until answers] [--kept] [--out runs/shipped] [--set train.epochs=6 ...]
 
-    own        the target writes questions           shipping/own.jsonl, kept in git (none with --kept, or ask = 0)
+    own        the target writes questions           shipping/own.jsonl.xz, kept in git (none with --kept, or ask = 0)
     prompts    bank, own questions, held-out topics  runs/shipped/prompts
     answers    begun from shipping/answers.xz        runs/shipped/responses      then packed into that file again
     test       answers and captures of the test set  runs/shipped/test-*
@@ -18,25 +18,28 @@ it is answered and learned.
 
 import argparse
 import json
+import lzma
 import sys
 import tomllib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from eyas.data.bank import generate, load_test_set
 from eyas.data.captures import capture
-from eyas.data.own_prompts import harvest, requests
+from eyas.data.own_prompts import harvest, read_turns, write_turns
 from eyas.data.packed import lay, pack, read_packed
-from eyas.data.prompts import PROMPTS, Row, bank_row, make_prompts, prompt_row
-from eyas.data.responses import RESPONSES, read_responses, respond
+from eyas.data.prompts import PROMPTS, Row, bank_row, prompt_row
+from eyas.data.responses import respond
 from eyas.errors import EyasError
 from eyas.failures import report
 from eyas.measure.bench import bench
 from eyas.models.target import load_target
 from eyas.pipeline.run import Stages
 from eyas.progress import say
-from eyas.recipe import PromptsSettings, Recipe, load_recipe, validate
+from eyas.recipe import Recipe, load_recipe, validate
 from eyas.run import JSON, Manifest, hash_file, is_complete, write_atomic
 from eyas.settings import Section
 from eyas.shipped import shipped_root
@@ -46,8 +49,6 @@ from pack_draft import pack_draft, rounded
 
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.xz"
-WARMTH = 0.7
-"""At 1 a target of 135M parameters writes hardly a sentence that could be asked (docs/lab.md)."""
 STEPS = ("own", "prompts", "answers", "test", "captures", "train", "bench", "pack")
 """In their order; each is a property of `Making` and makes what it needs first."""
 
@@ -63,10 +64,8 @@ class Asked(Section):
     """Prompts on held-out topics, only evaluated."""
     heldout_seed: int
     ask: int
-    """Requests for questions of the target's own."""
+    """User turns that the target writes itself; a few in a hundred are no questions and dropped."""
     ask_seed: int
-    own: int
-    """Its own questions at most."""
 
 
 class Making:
@@ -83,22 +82,18 @@ class Making:
     @cached_property
     def own(self) -> Path | None:
         """Questions that the target writes; None where none are asked for."""
-        asked, path = self.asked, self.kept.with_name("own.jsonl")
+        asked, path = self.asked, self.kept.with_name("own.jsonl.xz")
         if path.is_file() and asked.ask:
             return path
         if asked.ask == 0 or self.only_kept:  # questions without an answer kept would be dropped again
             return None
-        source, target = self.out / "own-requests.jsonl", self.recipe.target
-        write_atomic(source, jsonl(requests(asked.ask, asked.ask_seed)))
-        wanted = PromptsSettings(source=str(source), train=asked.ask, heldout=0)
-        prompts = self.stages.stage("own-prompts", lambda out: make_prompts(out, wanted))
-        warm = self.recipe.respond.model_copy(update={"temperature": WARMTH, "top_p": 0.9, "seed": asked.ask_seed})
-        answers = self.stages.stage("own-responses", lambda out: respond(prompts, out, warm, target))
-        tokenizer = load_target(target.name, trust_remote_code=target.trust_remote_code).text
-        lines = sorted(read_responses(answers / RESPONSES), key=lambda line: line["id"])
-        rows, dropped = harvest(tokenizer(line["input_ids"][line["prompt_tokens"] :]) for line in lines)
+        named = self.recipe.target
+        target = load_target(named.name, dtype=torch.float32, trust_remote_code=named.trust_remote_code)
+        turns = self.stages.stage("own-turns", lambda out: write_turns(target, out, asked.ask, asked.ask_seed))
+        rows, dropped = harvest(read_turns(turns))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lzma.compress(jsonl(rows).encode()))
         say(f"own questions: {len(rows)}, dropped: {dropped}; {path}: commit it")
-        write_atomic(path, jsonl(rows[: asked.own]))
         return path
 
     @cached_property
@@ -114,7 +109,7 @@ class Making:
         drawn = [prompt for seed in asked.seeds for prompt in generate(asked.each, seed, "train")]
         rows = [bank_row(prompt) for prompt in drawn]
         if own is not None:
-            found = [json.loads(line) for line in own.read_text("utf-8").splitlines()]
+            found = [json.loads(line) for line in lzma.decompress(own.read_bytes()).splitlines()]
             rows += [prompt_row(row["id"], row["messages"], "train", None, "own") for row in found]
         if self.only_kept:
             known = {line["prompt_id"] for line in read_packed(self.kept).lines}

@@ -1,14 +1,17 @@
 """`make shipped` on a tiny target: every step, once; answers that are kept are not made again."""
 
+import json
+import lzma
 from pathlib import Path
 
 import pytest
 
 import eyas.data.own_prompts as own_prompts
 from eyas.data.bank import generate, load_test_set
-from eyas.data.own_prompts import cleaned, harvest, near_test_set, requests, unfit
+from eyas.data.own_prompts import TURNS, harvest, near_test_set, read_turns, unfit, write_turns
 from eyas.data.packed import read_packed
 from eyas.data.responses import read_responses
+from eyas.models.target import load_target
 from eyas.run import read_manifest
 from eyas.shipped import Card
 
@@ -42,8 +45,8 @@ max_new_tokens = 6
 equality_limit = 1
 precision = "float32"
 """
-ASKED = "seeds = [1, 2]\neach = 8\nheldout = 4\nheldout_seed = 0\nask = 2\nask_seed = 0\nown = 5\n"
-STEPS = ["own-prompts", "own-responses", "prompts", "responses", "draft", "bench", "captures", "test-prompts",
+ASKED = "seeds = [1, 2]\neach = 8\nheldout = 4\nheldout_seed = 0\nask = 3\nask_seed = 0\n"
+STEPS = ["own-turns", "prompts", "responses", "draft", "bench", "captures", "test-prompts",
          "test-responses", "test-captures"]  # fmt: skip
 
 
@@ -53,8 +56,8 @@ def make(monkeypatch: pytest.MonkeyPatch):
     import make
 
     monkeypatch.setattr(make, "load_test_set", lambda: load_test_set()[:4])
-    written = ["1. What do lentils taste of in autumn?\n2. How do people paint a tall wall?\nSure!"]
-    monkeypatch.setattr(make, "harvest", lambda answers: harvest(written if list(answers) else []))
+    written = ["What do lentils taste of in autumn?", "How do people paint a tall wall?", "Sure!"]
+    monkeypatch.setattr(make, "harvest", lambda turns: harvest(written))
     return make
 
 
@@ -76,11 +79,11 @@ def test_every_step_is_made_once_and_what_is_kept_is_not_made_again(
     capsys.readouterr()
     make.main(made)
     told = capsys.readouterr().err
-    assert all(f"{step}: done before" in told for step in STEPS[2:]), told
+    assert all(f"{step}: done before" in told for step in STEPS[1:]), told
     assert "making" not in told
     # another run, begun from what is kept: nothing is decoded
     kept = read_packed(tmp_path / "kept" / "answers.xz")
-    assert len((tmp_path / "kept" / "own.jsonl").read_text().splitlines()) == 2
+    assert len(lzma.decompress((tmp_path / "kept" / "own.jsonl.xz").read_bytes()).splitlines()) == 2
     monkeypatch.setattr("eyas.data.responses.decode", lambda *_: pytest.fail("an answer was made again") or iter(()))
     monkeypatch.setattr(
         "eyas.data.responses.decode",
@@ -117,41 +120,45 @@ def test_an_error_has_its_four_parts(make, tmp_path: Path, capsys: pytest.Captur
 # Questions of the target's own -------------------------------------------------------------------------------------
 
 
-def test_requests_are_the_same_for_a_seed_distinct_and_never_on_a_held_out_topic() -> None:
-    rows = requests(300, 0)
-    assert rows[:20] == requests(20, 0) and rows[:20] != requests(20, 1)
-    assert len({row["id"] for row in rows}) == 300
-    assert not any(own_prompts.on_heldout_topic(row["messages"][0]["content"]) for row in rows)
+def test_a_draw_of_turns_resumes_and_holds_the_shorter_one(tiny_target: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_target))
+    write_turns(target, tmp_path / "short", 3, 7)
+    whole = tmp_path / "whole"
+    write_turns(target, whole, 6, 7)
+    lines = (whole / TURNS).read_text().splitlines(keepends=True)
+    found = {json.loads(line)["id"]: json.loads(line) for line in lines}
+    assert sorted(found) == [f"own-7-{number:06d}" for number in range(6)]
+    short = [json.loads(line) for line in (tmp_path / "short" / TURNS).read_text().splitlines()]
+    assert all(found[line["id"]] == line for line in short) and len(short) == 3
+    other = tmp_path / "other"
+    write_turns(target, other, 3, 8)
+    assert set(read_turns(other)) != set(read_turns(tmp_path / "short"))
+
+    (whole / "manifest.json").unlink()
+    (whole / "progress.json").write_text(
+        json.dumps({"settings": read_manifest(tmp_path / "short").settings | {"count": 6}, "inputs": {}, "decided": {},
+                    "seconds": 1.0})
+    )  # fmt: skip
+    (whole / TURNS).write_text("".join(lines[:2]) + lines[2][:9])  # as a kill leaves it
+    write_turns(target, whole, 6, 7)
+    again = [json.loads(line) for line in (whole / TURNS).read_text().splitlines()]
+    assert len(again) == 6 and {line["id"]: line for line in again} == found
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("1. What do lentils taste of?", "What do lentils taste of?"),
-        ("  12) **How do people paint a wall?**", "How do people paint a wall?"),
-        ("- Write a poem about rain.", "Write a poem about rain."),
-        ('"Why do cats purr at night?"', "Why do cats purr at night?"),
-        ("Question 3: What do frogs eat?", "What do frogs eat?"),
-        ("a) Name five old rivers.", "Name five old rivers."),
-        ("A dog barks at the moon.", "A dog barks at the moon."),
-        ("Q: What do frogs eat?", "What do frogs eat?"),
-        ("", ""),
-    ],
-)
-def test_numbers_bullets_and_marks_are_taken_off(line: str, text: str) -> None:
-    assert cleaned(line) == text
+def test_a_turn_that_did_not_end_is_no_prompt(tmp_path: Path) -> None:
+    told = {"own-0-000001": ("two", "stop"), "own-0-000000": ("one", "stop"), "own-0-000002": ("cut", "length")}
+    lines = [{"id": name, "text": text, "finish": finish} for name, (text, finish) in told.items()]
+    (tmp_path / TURNS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_turns(tmp_path) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("Why rain?", "too short or too long"),
-        ("Why does it rain " + "so " * 40 + "much?", "too short or too long"),
-        ("why does it rain so much?", "no whole sentence"),
-        ("Why does it rain so much", "no whole sentence"),
-        ("Here are five questions about the rain.", "no question, no task, or more than one"),
-        ("Is this rain? I am not so sure.", "no question, no task, or more than one"),
-        ("Write a letter to [name] about the rain.", "a hole or a stutter"),
+        ("Why does it rain, " + "and where, " * 50 + "and how?", "too short or too long"),
+        ("Write a letter to <name> about the rain.", "a hole or a stutter"),
+        ("Write a letter about the rain to [[name]].", "a hole or a stutter"),
         ("Why does does the rain fall here?", "a hole or a stutter"),
         ("Why does the rain fall on the plain?", None),
     ],
@@ -162,7 +169,7 @@ def test_what_is_no_prompt_is_dropped_under_its_reason(text: str, reason: str | 
 
 def test_questions_are_kept_once_in_order_and_drops_are_counted() -> None:
     rows, dropped = harvest(
-        ["1. Why does the rain fall here?\n2. Why?", "Why does the RAIN fall here?\nWhen do owls sleep?"]
+        [" Why does the rain fall here?", "Why?", "Why does the RAIN fall here?", "When do owls sleep?"]
     )
     assert [row["messages"][0]["content"] for row in rows] == ["Why does the rain fall here?", "When do owls sleep?"]
     assert dropped == {"said before": 1, "too short or too long": 1}

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
+from eyas.data import sampling
 from eyas.data.decode import Request, decode, fits_cohorts
 from eyas.data.responses import RESPONSES, read_responses, respond
 from eyas.data.samples import render
@@ -198,6 +200,20 @@ def test_a_nucleus_pick_is_among_the_most_likely_tokens_that_reach_top_p(
     probabilities = torch.softmax(row[0], dim=-1)
     more_likely = probabilities[probabilities > probabilities[picked]].sum().item()
     assert more_likely < top_p + 1e-9
+
+
+@given(st.integers(0, 10_000), st.floats(0.1, 0.999), st.sampled_from([0.0, 0.3, 3.0, 9.0]), st.booleans())
+def test_a_nucleus_sought_among_the_first_tokens_is_that_of_the_whole_vocabulary(
+    seed: int, top_p: float, spread: float, ties: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(6, 64, generator=generator, dtype=torch.float64)
+    logits = logits.round() if ties else logits
+    uniforms = torch.rand(6, generator=generator, dtype=torch.float64).tolist()
+    with mock.patch.object(sampling, "FIRST", 64):
+        whole = Sampler(1.0, top_p, 0).pick(logits, uniforms)
+    with mock.patch.object(sampling, "FIRST", 8):
+        assert Sampler(1.0, top_p, 0).pick(logits, uniforms) == whole
 
 
 def test_a_stage_writes_what_its_manifest_says(tmp_path: Path, target: Target, where: TargetSettings) -> None:

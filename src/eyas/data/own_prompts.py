@@ -1,29 +1,40 @@
-"""Questions that the target wrote itself: more voices than the bank's, on topics that the bank trains on. Torch-free.
+"""Prompts that the target wrote itself: given its chat template up to where a user speaks, it goes on as the user.
 
-The target is asked for questions and tasks about a topic, its answers sampled; their lines are cleaned, and what is no
-question or task, said before, on a held-out topic or near a test prompt is dropped, counted under its reason.
+An instructed model has learned its users' turns too, so what it samples there is as varied as what it was tuned on
+(Magpie, arXiv 2406.08464). What is no prompt, was said before, is on a held-out topic or near a test prompt is dropped,
+counted under its reason.
 """
 
 import hashlib
+import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from random import Random
+from pathlib import Path
 from typing import Any
 
-from eyas.data.bank import Topic, load_bank, load_test_set
+from eyas.data.bank import load_bank, load_test_set
+from eyas.data.decode import Request, decode
+from eyas.data.responses import cut_torn_line
+from eyas.data.samples import template_facts
+from eyas.data.sampling import Sampler
+from eyas.errors import InputError
+from eyas.models.target import Target
+from eyas.progress import Progress
+from eyas.run import JSON, Manifest, disk_error, hash_file
+from eyas.stage import begin
 
 Row = dict[str, Any]
 
-ASKED = (
-    "Write {count} different questions that somebody might ask about {topic}. Put each question on a line of its own.",
-    "Write {count} short tasks about {topic} that one could give to an assistant. One task a line, nothing else.",
-    "What would people want to know about {topic}? Write {count} questions, each from a different person, one a line.",
-    "Write {count} requests that begin with a verb and have to do with {topic}. One a line.",
-    "Write {count} unusual questions about {topic}, one a line, without answers.",
-)
-TOPICS = {
+TURNS = "turns.jsonl"
+WARMTH, NUCLEUS = 1.0, 0.9
+"""Temperature and top-p: of 100 turns of the default target so drawn nearly all are what somebody might ask."""
+LONGEST = 160
+"""Tokens of a turn at most; one that goes on is dropped."""
+BATCH = 256
+ABOUT = {
     "things": "{thing}",
     "deeds": "how to {deed}",
     "choices": "{choice}",
@@ -34,76 +45,99 @@ TOPICS = {
     "dishes": "cooking {dish}",
 }
 """Kind of topic to how it is spoken of; kinds that are no subject of a question are left out."""
-COUNTS = (5, 6, 8, 10)
-MARKS = re.compile(r"^\W*(?:(?:question|task|request|q)?\s*\d{1,2}\s*[.):\]-]|[-*•–]|[a-z][.):])?[\s\"'*_]*", re.I)
-FEWEST, MOST = 4, 40
+FEWEST, MOST = 4, 100
 """Words of a prompt."""
 ALIKE = 0.5
 """Share of words in common, of those in either, from which a prompt is near another."""
-ASKING = "what how why when where who whose which can could do does did is are was were should would will have has if"
-DOING = (
-    "tell explain describe write list name give compare suggest help make create show find plan recommend summarize "
-    "define discuss imagine draw design draft prepare compose outline identify choose translate rewrite calculate "
-    "teach invent sketch rank review propose"
-)
-OPENINGS = frozenset([*ASKING.split(), *DOING.split()])
-"""First words of a question or a task: a small target's other lines are mostly talk."""
-HOLES = re.compile(r"[\[\]{}<>_|\\]|\.\.\.|\bxx+\b", re.I)
+HOLES = re.compile(r"[\[\]{}<>_|\\]{2}|<[a-z]+>|\bxx+\b|\ufffd", re.I)
 TWICE = re.compile(r"\b([a-z]{3,})\b \1\b", re.I)
 
 
-def requests(count: int, seed: int) -> list[Row]:
-    """What the target is asked, as rows of a JSONL file of prompts: distinct train topics in turn, shuffled anew."""
-    rng = Random(f"eyas own prompts {seed}")
-    topics = [topic for topic in load_bank().topics if not topic.heldout and topic.kind in TOPICS]
-    topics = [topic for topic in topics if not on_heldout_topic(spoken_of(topic))]
-    rows, deck = list[Row](), list[Topic]()
-    for number in range(count):
-        if not deck:
-            deck = sorted(topics, key=lambda topic: (rng.random(), topic.name))
-        spoken = spoken_of(deck.pop())
-        ask = ASKED[int(rng.random() * len(ASKED))].format(count=COUNTS[int(rng.random() * len(COUNTS))], topic=spoken)
-        rows.append({"id": f"ask-{seed}-{number:05d}", "messages": [{"role": "user", "content": ask}]})
-    return rows
+def write_turns(target: Target, out: Path, count: int, seed: int) -> Manifest:
+    """Sample `count` user turns into `out/turns.jsonl`, {"id", "text", "finish"} a line; resumes after a kill.
+
+    Which turns come depends on `seed` alone, each on its own number, so a longer draw holds the shorter one. Raises
+    InputError for a target without a chat template, or whose template puts nothing before a user's words.
+    """
+    stage = begin(out, "turns", {"count": count, "seed": seed, "target": target.identity.model_dump()}, {})
+    if stage.complete is not None:
+        return stage.complete
+    preamble = template_facts(target.tokenizer).preamble
+    if not preamble:
+        raise InputError(
+            wanted="a chat template that opens a user's turn",
+            got="nothing before the user's words",
+            where="the target's chat template",
+            next="ask the bank (ask = 0), or give prompts in a file",
+        )
+    ids = target.tokenizer.encode(preamble, add_special_tokens=False)
+    path = out / TURNS
+    done = {line["id"] for line in _turns(path)}
+    names = [name for number in range(count) if (name := f"own-{seed}-{number:06d}") not in done]
+    waiting = _Waiting([Request(name, ids, LONGEST) for name in reversed(names)])
+    tokens, began = 0, time.monotonic()
+
+    def on_step(new: int) -> None:
+        nonlocal tokens
+        tokens += new
+
+    try:
+        with path.open("a", encoding="utf-8") as file, Progress("turns", count, "turns", done=len(done)) as bar:
+            for answer in decode(target, waiting, Sampler(WARMTH, NUCLEUS, seed), BATCH, on_step):
+                text = target.tokenizer.decode(answer.ids, skip_special_tokens=True)
+                file.write(json.dumps({"id": answer.request.key, "text": text, "finish": answer.finish}) + "\n")
+                file.flush()
+                bar.advance(1, f"{tokens / (time.monotonic() - began):,.0f} tokens/s")
+    except OSError as error:
+        raise disk_error(path, error) from error
+    return stage.finish(files={TURNS: hash_file(path)}, facts={"preamble": preamble})
 
 
-def spoken_of(topic: Topic) -> str:
-    """A topic as it stands after "about"."""
-    return TOPICS[topic.kind].format(**topic.fields)
+class _Waiting:
+    """Requests in their order; all begin alike, so none need to be sorted."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+
+    def take(self, count: int) -> list[Request]:
+        taken = self.requests[-count:]
+        del self.requests[-count:]
+        return taken
 
 
-def harvest(answers: Iterable[str]) -> tuple[list[Row], dict[str, int]]:
-    """(prompts found in the answers, in their order, as rows of a JSONL file; lines dropped, by reason)."""
+def _turns(path: Path) -> list[JSON]:
+    """What an earlier start has written, a torn last line cut off."""
+    if not path.is_file():
+        return []
+    cut_torn_line(path)
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def read_turns(folder: Path) -> list[str]:
+    """The turns that came to an end, in the order of their numbers."""
+    lines = sorted(_turns(folder / TURNS), key=lambda line: line["id"])
+    return [line["text"] for line in lines if line["finish"] == "stop"]
+
+
+def harvest(turns: Iterable[str]) -> tuple[list[Row], dict[str, int]]:
+    """(turns that are fit to be asked, in their order, as rows of a JSONL file of prompts; the others, by reason)."""
     rows, dropped, seen = list[Row](), Counter[str](), set[str]()
-    for answer in answers:
-        for line in answer.splitlines():
-            text = cleaned(line)
-            if not text:
-                continue
-            reason = unfit(text) or ("said before" if said(text) in seen else None)
-            if reason is not None:
-                dropped[reason] += 1
-                continue
-            seen.add(said(text))
-            name = "own-" + hashlib.sha256(text.encode()).hexdigest()[:12]
-            rows.append({"id": name, "messages": [{"role": "user", "content": text}]})
+    for turn in turns:
+        text = turn.strip()
+        reason = unfit(text) or ("said before" if said(text) in seen else None)
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        seen.add(said(text))
+        name = "own-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+        rows.append({"id": name, "messages": [{"role": "user", "content": text}]})
     return rows, dict(sorted(dropped.items()))
 
 
-def cleaned(line: str) -> str:
-    """A line without its number, bullet, bold marks and quotes."""
-    return MARKS.sub("", line.strip(), count=1).rstrip("\"'*_ ")
-
-
 def unfit(text: str) -> str | None:
-    """Why a line is no prompt to train on; None where it is one."""
-    count = len(words(text))
-    if not FEWEST <= count <= MOST:
+    """Why a turn is no prompt to train on; None where it is one."""
+    if not FEWEST <= len(words(text)) <= MOST:
         return "too short or too long"
-    if text[-1] not in "?.!" or not text[0].isupper() or not text.isascii():
-        return "no whole sentence"
-    if words(text)[0] not in OPENINGS or re.search(r"[.!?]\s", text):
-        return "no question, no task, or more than one"
     if HOLES.search(text) or TWICE.search(text):
         return "a hole or a stutter"
     if on_heldout_topic(text):
@@ -151,5 +185,5 @@ def on_heldout_topic(text: str) -> bool:
 
 @cache
 def _heldout_topics() -> tuple[str, ...]:
-    topics = (topic for topic in load_bank().topics if topic.heldout and topic.kind in TOPICS)
+    topics = (topic for topic in load_bank().topics if topic.heldout and topic.kind in ABOUT)
     return tuple(f" {said(value)} " for topic in topics for value in topic.fields.values())

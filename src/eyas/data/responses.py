@@ -224,7 +224,7 @@ def resume(path: Path, conversations: list[Conversation], target: Target) -> int
     """Cut off a torn last line of `path`, move each conversation past its answers; the number of those."""
     if not path.is_file():
         return 0
-    _cut_torn_line(path)
+    cut_torn_line(path)
     known = {conversation.id: conversation for conversation in conversations}
     done = 0
     for line in read_responses(path):
@@ -243,7 +243,7 @@ def resume(path: Path, conversations: list[Conversation], target: Target) -> int
     return done
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """A kill in the middle of a write leaves bytes after the last newline."""
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)

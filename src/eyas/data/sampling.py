@@ -43,12 +43,36 @@ class Sampler:
         return _inverse(cumulative, draws * cumulative[:, -1:])[:, 0].tolist()
 
     def _pick_nucleus(self, probabilities: Tensor, draws: Tensor) -> list[int]:
-        """The fewest most likely tokens whose probabilities reach top_p, drawn from by inverse distribution."""
-        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+        """The fewest most likely tokens whose probabilities reach top_p, drawn from by inverse distribution.
+
+        To sort a vocabulary of 49,152 takes as long as a forward: rows whose nucleus lies in their first tokens for
+        certain have only those sorted.
+        """
+        if probabilities.shape[-1] <= FIRST:
+            return self._draw(*_ordered(probabilities), draws)
+        ids = probabilities.topk(FIRST, dim=-1, sorted=False).indices.sort(dim=-1).values
+        first, order = _ordered(probabilities.gather(-1, ids))
+        above = first.where(first > first[:, -1:], 0.0)  # of tokens as likely as the last some may be left out
+        certain = above.sum(-1) > self.top_p
+        picked = torch.tensor(self._draw(first, ids.gather(-1, order), draws))
+        if not certain.all():
+            picked[~certain] = torch.tensor(self._draw(*_ordered(probabilities[~certain]), draws[~certain]))
+        return picked.tolist()
+
+    def _draw(self, ordered: Tensor, ids: Tensor, draws: Tensor) -> list[int]:
         cumulative = ordered.cumsum(-1)
         last = (cumulative < self.top_p).sum(-1, keepdim=True).clamp(max=cumulative.shape[-1] - 1)
         index = _inverse(cumulative, draws * cumulative.gather(-1, last)).minimum(last)
         return ids.gather(-1, index)[:, 0].tolist()
+
+
+FIRST = 1024
+
+
+def _ordered(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Falling, the lowest index first among equals; and the indices."""
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    return ordered, ids
 
 
 def _inverse(cumulative: Tensor, values: Tensor) -> Tensor:
