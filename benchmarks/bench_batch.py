@@ -5,7 +5,8 @@
 
 No HTTP: what is left is the engine's thread. Every round decodes the same prompts plainly and with the draft, the order
 alternating; each way's seconds are told by phase, a turn being a round of every text. `--simulate` accepts by a
-survival curve, as a draft so good would. `--cpu` compares processor seconds, where others use the machine.
+survival curve, as a draft so good would. `--own-ends`: texts end where the target ends them, as clients' do, so that
+the last of them are few beside each other. `--cpu` compares processor seconds, where others use the machine.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def once(scheduler: Scheduler, prompts: Sequence[list[int]], options: argparse.N
     faults, turns = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, 0
     started = clock()
     for ids, reader in zip(prompts, readers, strict=True):
-        scheduler.submit(Job(tuple(ids), options.tokens, reader, num_steps, ignore_eos=True))
+        scheduler.submit(Job(tuple(ids), options.tokens, reader, num_steps, ignore_eos=not options.own_ends))
     while not scheduler.idle:
         scheduler.step()
         turns += 1
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--ngram", type=int, default=0)
     parser.add_argument("--simulate")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--own-ends", action="store_true")
     options = parser.parse_args()
     target = load_target(options.target, dtype=options.dtype)
     draft, _ = load_draft(draft_folder(options.draft), target.embedding, target.dtype)

@@ -324,3 +324,20 @@ def test_the_depth_that_pays_for_one_text_is_not_that_for_eight(texts: int, dept
     proposer.price(costs, texts)
     proposer.arms["draft"].aside = 0
     assert proposer.propose(2).depth == depth
+
+
+def test_a_text_is_priced_for_all_that_are_seated_though_their_prompts_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: list[int] = []
+    price = AdaptiveProposer.price
+    monkeypatch.setattr(
+        AdaptiveProposer, "price", lambda own, costs, texts: priced.append(texts) or price(own, costs, texts)
+    )
+    engine = engine_of(folder, "tree, adaptive, n-grams", native=False)
+    scheduler = Scheduler(engine, cache_rows=4096, most=3)
+    for length in (5, scheduler.chunk + 5):  # the second prompt takes two turns
+        scheduler.submit(Job(prompt(length, 0), 4, Listener(), 3, ignore_eos=True))
+    scheduler.step()
+    assert [seat.prefilled for seat in scheduler.seats] == [True, False]
+    assert priced == [2]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from eyas.data import sampling
-from eyas.data.decode import Request, decode, fits_cohorts
+from eyas.data.decode import Cohort, Request, decode, fits_cohorts
 from eyas.data.responses import RESPONSES, read_responses, respond
 from eyas.data.samples import render
 from eyas.data.sampling import Sampler
@@ -200,6 +200,21 @@ def test_a_nucleus_pick_is_among_the_most_likely_tokens_that_reach_top_p(
     probabilities = torch.softmax(row[0], dim=-1)
     more_likely = probabilities[probabilities > probabilities[picked]].sum().item()
     assert more_likely < top_p + 1e-9
+
+
+def test_a_cohort_that_is_half_done_gives_half_its_memory_back() -> None:
+    cohort = Cohort([Request(str(row), [1, 2], 3) for row in range(5)], Sampler())
+    states = torch.arange(5.0).reshape(5, 1, 1, 1).expand(5, 2, 2, 4)
+    cohort.attend(0, states, states, states, 1.0, None)
+    held = []
+    for row in (1, 0, 1):
+        cohort.drop(row)
+        held.append(len(cohort.keys[0]))
+        lives = [int(live.request.key) for live in cohort.rows]
+        assert (
+            cohort.keys[0][: len(lives), 0, 0, 0].tolist() == cohort.values[0][: len(lives), 0, 0, 0].tolist() == lives
+        )
+    assert held == [5, 5, 2]
 
 
 @given(st.integers(0, 10_000), st.floats(0.1, 0.999), st.sampled_from([0.0, 0.3, 3.0, 9.0]), st.booleans())

@@ -133,7 +133,8 @@ class Cohort:
 
     @torch.inference_mode()
     def drop(self, row: int) -> None:
-        """Take a finished row out: the last one moves into its place."""
+        """Take a finished row out: the last one moves into its place. Caches of a cohort that is half done are cut, for
+        its last rows may outlive many other cohorts."""
         last = len(self.rows) - 1
         if row != last:
             for cache in (*self.keys.values(), *self.values.values()):
@@ -141,6 +142,10 @@ class Cohort:
             self.pads[row] = self.pads[last]
             self.rows[row] = self.rows[last]
         self.rows.pop()
+        if self.rows and 2 * len(self.rows) <= len(next(iter(self.keys.values()))):
+            for caches in (self.keys, self.values):
+                for layer, cache in caches.items():
+                    caches[layer] = cache[: len(self.rows)].clone()
 
 
 @dataclass

@@ -247,7 +247,8 @@ class Scheduler:
         self.spans.start()
         for proposer in (text.proposer for text in texts):
             if isinstance(proposer, AdaptiveProposer):
-                proposer.price(self.costs[len(seats) - 1] if self.costs else proposer.costs, len(seats))
+                # of all that have a seat: texts whose prompts go on stand beside these a few turns later
+                proposer.price(self.costs[len(self.seats) - 1] if self.costs else proposer.costs, len(self.seats))
         trees = draft_texts(texts)
         self.spans.lap("draft")
         rows = [
