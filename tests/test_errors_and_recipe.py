@@ -3,7 +3,7 @@
 import pytest
 
 from eyas.errors import CheckFailed, EyasError, InputError, MissingDependency, ServerDied, did_you_mean
-from eyas.recipe import Recipe, load_recipe, packaged_recipes, recipe_reference
+from eyas.recipe import Recipe, load_recipe, packaged_recipes, recipe_of, recipe_reference
 
 
 def test_every_error_has_four_parts_and_the_exit_status_of_its_kind() -> None:
@@ -79,3 +79,9 @@ def test_every_key_has_a_meaning() -> None:
     rows = recipe_reference(Recipe())
     assert len(rows) > 40
     assert [row["key"] for row in rows if not row["meaning"]] == []
+
+
+@pytest.mark.parametrize("typed", ["vllm", "vllm, sglang@0.5.23", '["vllm"]'])
+def test_engines_are_typed_with_commas_or_as_a_list(typed: str) -> None:
+    engines = recipe_of((f"export.engines={typed}",)).export.engines
+    assert engines == (("vllm", "sglang@0.5.23") if "," in typed else ("vllm",))

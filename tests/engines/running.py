@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.formats.draft_config import DraftConfig
+from eyas.formats.read_config import read_config
+from eyas.formats.target_config import read_json
+
 JSON = dict[str, Any]
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -119,3 +123,10 @@ def server(python: Path, folder: Path, arguments: Sequence[str], variables: Mapp
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=60)
+
+
+def declared(export: Path) -> DraftConfig:
+    """What an export of Eyas says of its draft."""
+    config = read_config(read_json(export / "config.json")).config
+    assert config is not None, f"{export} is no export of Eyas"
+    return config

@@ -170,6 +170,11 @@ class ExportSettings(Section):
     """Whom the folder must serve (`sglang`, `vllm`, or a release as in `vllm@0.24`); what one cannot represent is
     refused."""
 
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return [part.strip() if isinstance(part, str) else part for part in parts_of(value)]
+
     @field_validator("engines")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from eyas.engine.server.service import MEGABYTE, Limits
+from eyas.models.target import DEFAULT_TARGET
 
 PROG = "eyas.engine.server"
 DTYPE = "auto measures which of float32 and bfloat16 is faster; int8 rounds the weights of target and draft"
@@ -14,7 +15,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Exits with status 2 and a usage line for flags that are unknown or wrong."""
     parser = argparse.ArgumentParser(PROG, description="The embedded engine as an OpenAI-compatible server.")
     add = parser.add_argument
-    add("--target", required=True, help="the default target's name, a Hugging Face folder, or a hub id")
+    add("--target", default=DEFAULT_TARGET, help="a Hugging Face folder or a hub id (%(default)s)")
     add("--draft", help="a draft's folder, or `shipped`; none decodes plainly, or by --ngram")
     add("--served-model-name", help="the name /v1/models lists (the target's as it was given)")
     add("--host", default="127.0.0.1", help="address to listen on")

@@ -182,11 +182,13 @@ class Service:
                 raise ApiError(
                     400, f"Token {most} is beyond the vocabulary ({self.target.vocab_size}).", param="prompt"
                 )
-        if not 0 < len(ids) < (self.context or 0):
+        if not ids:
+            raise ApiError(400, "The prompt is empty: give at least one token.", code="empty_prompt", param="prompt")
+        if len(ids) >= (self.context or 0):
             raise ApiError(
                 400,
                 f"This model's maximum context length is {self.context} tokens; the prompt has {len(ids)}.",
-                code="context_length_exceeded" if ids else "empty_prompt",
+                code="context_length_exceeded",
                 param="prompt",
             )
         return tuple(ids)
