@@ -5,8 +5,8 @@
 
 No HTTP: what is left is the engine's thread. Every round decodes the same prompts plainly and with the draft, the order
 alternating; each way's seconds are told by phase, a turn being a round of every text. `--simulate` accepts by a
-survival curve, as a draft so good would. `--own-ends`: texts end where the target ends them, as clients' do, so that
-the last of them are few beside each other. `--cpu` compares processor seconds, where others use the machine.
+survival curve, as a draft so good would. `--own-ends`: texts end where the target ends them, as clients' do. `--cpu`
+compares processor seconds, where others use the machine.
 """
 
 import argparse

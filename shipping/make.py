@@ -64,7 +64,7 @@ class Asked(Section):
     """Prompts on held-out topics, only evaluated."""
     heldout_seed: int
     ask: int
-    """User turns that the target writes itself; a few in a hundred are no questions and dropped."""
+    """User turns that the target writes itself; one in nine was dropped (docs/lab.md)."""
     ask_seed: int
 
 
@@ -91,8 +91,7 @@ class Making:
         target = load_target(named.name, dtype=torch.float32, trust_remote_code=named.trust_remote_code)
         turns = self.stages.stage("own-turns", lambda out: write_turns(target, out, asked.ask, asked.ask_seed))
         rows, dropped = harvest(read_turns(turns))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(lzma.compress(jsonl(rows).encode()))
+        write_atomic(path, lzma.compress(jsonl(rows).encode()))
         say(f"own questions: {len(rows)}, dropped: {dropped}; {path}: commit it")
         return path
 

@@ -57,7 +57,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(make, "load_test_set", lambda: load_test_set()[:4])
     written = ["What do lentils taste of in autumn?", "How do people paint a tall wall?", "Sure!"]
-    monkeypatch.setattr(make, "harvest", lambda turns: harvest(written))
+    monkeypatch.setattr(make, "harvest", lambda turns: harvest(written if isinstance(turns, list) else []))
     return make
 
 

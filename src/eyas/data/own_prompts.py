@@ -1,8 +1,7 @@
 """Prompts that the target wrote itself: given its chat template up to where a user speaks, it goes on as the user.
 
-An instructed model has learned its users' turns too, so what it samples there is as varied as what it was tuned on
-(Magpie, arXiv 2406.08464). What is no prompt, was said before, is on a held-out topic or near a test prompt is dropped,
-counted under its reason.
+An instructed model has learned its users' turns too (Magpie, arXiv 2406.08464). What is no
+prompt, was said before, is on a held-out topic or near a test prompt is dropped, counted under its reason.
 """
 
 import hashlib
@@ -30,21 +29,12 @@ Row = dict[str, Any]
 
 TURNS = "turns.jsonl"
 WARMTH, NUCLEUS = 1.0, 0.9
-"""Temperature and top-p: of 100 turns of the default target so drawn nearly all are what somebody might ask."""
+"""Temperature and top-p: of 1,498 turns of the default target so drawn 89 % were kept, most of which make sense."""
 LONGEST = 160
 """Tokens of a turn at most; one that goes on is dropped."""
 BATCH = 256
-ABOUT = {
-    "things": "{thing}",
-    "deeds": "how to {deed}",
-    "choices": "{choice}",
-    "matters": "{matter}",
-    "lists": "{list}",
-    "scenes": "{scene}",
-    "pairs": "{a} and {b}",
-    "dishes": "cooking {dish}",
-}
-"""Kind of topic to how it is spoken of; kinds that are no subject of a question are left out."""
+NAMING = frozenset(["things", "deeds", "choices", "matters", "lists", "scenes", "pairs", "dishes"])
+"""Kinds of topic whose words are a subject that a prompt may name; a held-out one of these must not be named."""
 FEWEST, MOST = 4, 100
 """Words of a prompt."""
 ALIKE = 0.5
@@ -185,5 +175,5 @@ def on_heldout_topic(text: str) -> bool:
 
 @cache
 def _heldout_topics() -> tuple[str, ...]:
-    topics = (topic for topic in load_bank().topics if topic.heldout and topic.kind in ABOUT)
+    topics = (topic for topic in load_bank().topics if topic.heldout and topic.kind in NAMING)
     return tuple(f" {said(value)} " for topic in topics for value in topic.fields.values())
