@@ -32,12 +32,13 @@ from eyas.errors import InputError
 from eyas.export.folder import export_draft
 from eyas.measure import stats
 from eyas.measure.prompts import bench_prompts
-from eyas.models.checkpoint import chosen_step, load_draft, read_info, save_draft
+from eyas.models.checkpoint import load_draft, read_info, save_draft
 from eyas.models.target import DEFAULT_TARGET, load_target, resolve_target
 from eyas.progress import Progress, say
 from eyas.recipe import ExportSettings
 from eyas.run import hash_file, hash_json, machine, versions, write_atomic
 from eyas.shipped import chosen_draft
+from eyas.stage import chosen_step
 
 JSON = dict[str, Any]
 OUT = Path("bench/out")

@@ -5,6 +5,7 @@ table's own targets that both engines know; the precision is that of the export'
 """
 
 import json
+import math
 import socket
 from collections.abc import Callable
 from contextlib import closing
@@ -108,6 +109,10 @@ def only(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], T
     return lambda held: held | {name: change(held[name])}
 
 
+def with_nan(weight: Tensor) -> Tensor:
+    return weight.index_fill(0, torch.tensor([3]), math.nan)
+
+
 def without(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda held: {name: tensor for name, tensor in held.items() if name not in names}
 
@@ -154,6 +159,8 @@ def statics() -> list[Static]:
         Static("d2t holds target ids, before an engine", "d2t_absolute", sglang, tensors=only("d2t", target_ids)),
         Static("d2t beyond the vocabulary, before an engine", "d2t_out_of_range", vllm,
                tensors=only("d2t", lambda d2t: d2t + 200)),
+        Static("a NaN in fc, before an engine", "tensor_not_finite", vllm, tensors=only("fc.weight", with_nan)),
+        Static("a NaN in fc, looked at", "tensor_not_finite", None, tensors=only("fc.weight", with_nan)),
         Static("nested ids alone, on the V1 runner", "tap_offset", v1, drop(IDS_KEY)),
     ]  # fmt: skip
 

@@ -30,12 +30,12 @@ import torch
 from eyas.data.packed import unpack
 from eyas.errors import EyasError, InputError
 from eyas.failures import report
-from eyas.models.checkpoint import CONFIG, WEIGHTS, chosen_step
+from eyas.models.checkpoint import CONFIG, WEIGHTS
 from eyas.models.gguf import GGUF_NAME, default_target_folder, find_gguf
 from eyas.progress import say
 from eyas.recipe import Recipe, load_recipe
 from eyas.run import MANIFEST, hash_bytes, is_complete, read_manifest, write_atomic
-from eyas.stage import PROGRESS
+from eyas.stage import PROGRESS, chosen_step
 from eyas.training.loop import train
 from eyas.training.metrics import METRICS
 

@@ -25,12 +25,12 @@ from eyas.errors import EyasError, InputError
 from eyas.export.folder import export_draft
 from eyas.failures import report
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.checkpoint import CONFIG, WEIGHTS, chosen_step, load_draft, read_info, save_draft, step_number
+from eyas.models.checkpoint import CONFIG, WEIGHTS, load_draft, read_info, save_draft
 from eyas.progress import say
 from eyas.recipe import EvaluateSettings, ExportSettings, TargetSettings, load_recipe
 from eyas.run import JSON, hash_file, is_complete, machine, read_manifest, versions, write_atomic
 from eyas.shipped import CARD, DRAFT, LOG, RECIPE, SHIPPED, Card, Figures, shipped_root
-from eyas.stage import PROGRESS
+from eyas.stage import PROGRESS, chosen_step, step_number
 from eyas.training.evaluate import evaluate
 from eyas.training.metrics import HELD_OUT, METRICS
 

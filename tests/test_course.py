@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from eyas.errors import InputError
 from eyas.formats.events import masked_crc, record, scalars_record
-from eyas.models.checkpoint import chosen_step, draft_tensors, load_draft, read_info
+from eyas.models.checkpoint import draft_tensors, load_draft, read_info
 from eyas.models.target import load_target
 from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
+from eyas.stage import chosen_step
 from eyas.training import loop
 from eyas.training.evaluate import ByLength, Chains, evaluate
 from eyas.training.heldout import HeldOut

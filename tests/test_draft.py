@@ -1,6 +1,7 @@
 """The draft module: what is trained is what is served, and the folder it lives in."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,29 +81,48 @@ def test_a_saved_draft_loads_back_bit_for_bit(tmp_path: Path, options: dict[str,
     assert loaded.t2d.sum() == draft.config.draft_vocab_size
 
 
+def put(key: str, value: object) -> Callable[[dict[str, object]], None]:
+    return lambda block: block.update({key: value})
+
+
+def filled(name: str, start: int, value: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors[name].view(-1)[start:].fill_(value)
+
+
+TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "missing": lambda tensors: tensors.pop("fc.weight"),
+    "unexpected": lambda tensors: tensors.update({"extra.weight": torch.zeros(1)}),
+    "shape": lambda tensors: tensors.update({"norm.weight": torch.zeros(3)}),
+    "nan": filled("fc.weight", -1, torch.nan),
+    "infinite": filled("norm.weight", 0, -torch.inf),
+    "absolute": lambda tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(DRAFT_VOCAB)),
+}
+BLOCK: dict[str, Callable[[dict[str, object]], object]] = {
+    "no number": put("rms_norm_eps", "small"),
+    "zero": put("rope_theta", 0),
+    "a size": put("intermediate_size", -4),
+    "absent": lambda block: block.pop("hidden_size"),
+}
+TEXTS = {"no block": '{"model_type": "llama"}', "no json": "{", "a list": "[]", "newer": '{"eyas": {"format": 2}}'}
+
+
 def broken(folder: Path, change: str) -> Path:
     save(folder, make_draft())
     weights, config = folder / "model.safetensors", folder / "config.json"
-    tensors = load_file(weights)
-    if change == "missing":
-        del tensors["fc.weight"]
-    elif change == "unexpected":
-        tensors["extra.weight"] = torch.zeros(1)
-    elif change == "shape":
-        tensors["norm.weight"] = torch.zeros(3)
-    elif change == "absolute":
-        tensors["d2t"] = tensors["d2t"] + torch.arange(DRAFT_VOCAB)
-    save_file(tensors, weights)
-    if change == "truncated":
+    if change in TENSORS:
+        tensors = load_file(weights)
+        TENSORS[change](tensors)
+        save_file(tensors, weights)
+    elif change in BLOCK:
+        raw = json.loads(config.read_text())
+        BLOCK[change](raw["eyas"]["draft"])
+        config.write_text(json.dumps(raw))
+    elif change in TEXTS:
+        config.write_text(TEXTS[change])
+    elif change == "truncated":
         weights.write_bytes(weights.read_bytes()[:-40])
-    elif change == "no weights":
+    else:
         weights.unlink()
-    elif change == "no block":
-        config.write_text(json.dumps({"model_type": "llama"}))
-    elif change == "no json":
-        config.write_text("{")
-    elif change == "newer":
-        config.write_text(json.dumps({"eyas": {"format": 2}}))
     return folder
 
 
@@ -113,10 +133,17 @@ def broken(folder: Path, change: str) -> Path:
         ("unexpected", "unexpected: extra.weight"),
         ("shape", "norm.weight (3,) for (16,)"),
         ("absolute", "target ids, not offsets"),
+        ("nan", "1 of 512 in fc.weight"),
+        ("infinite", "NaN or infinity: 16 of 16 in norm.weight"),
         ("truncated", "whole safetensors"),
         ("no weights", "no such file"),
         ("no block", "no `eyas` block"),
         ("no json", "config.json"),
+        ("a list", "no object: list"),
+        ("no number", "draft.rms_norm_eps: 'small'"),
+        ("zero", "draft.rope_theta: 0 (Input should be greater than 0)"),
+        ("a size", "draft.intermediate_size: -4"),
+        ("absent", "draft.hidden_size: absent"),
         ("newer", "format 2"),
     ],
 )

@@ -179,3 +179,21 @@ def check_file(folder: Path, name: str, manifest: Manifest) -> Path:
             next=f"remove {folder} and run its stage ({manifest.stage}) again",
         )
     return path
+
+
+def chosen_step(folder: Path) -> Path:
+    """`folder` itself where it is a draft; of a training run's folder the step that its manifest hands on, and while it
+    is unfinished its newest `step-N`."""
+    if (folder / "config.json").is_file():
+        return folder
+    named = read_manifest(folder).facts.get("draft") if is_complete(folder) else None
+    if named is not None:
+        return folder / named
+    steps = [path for path in folder.glob("step-*") if (path / "config.json").is_file()]
+    return max(steps, key=step_number, default=folder)
+
+
+def step_number(folder: Path) -> int:
+    """N of `step-N`."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1

@@ -1,12 +1,16 @@
 """What a draft is: the one record every stage shares. Engine dialects of it are made and read in this folder only."""
 
-from typing import Literal
+import reprlib
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eyas.errors import InputError
 from eyas.formats import taps
 from eyas.formats.methods import MethodName
+
+FORMAT = 1
+"""Of the `eyas` block."""
 
 
 class TargetIdentity(BaseModel):
@@ -49,6 +53,18 @@ class LatentShape(BaseModel):
 LATENT_KEYS = tuple(LatentShape.model_fields)
 
 
+def invalid(error: ValidationError, wanted: str, where: str, next: str) -> InputError:
+    """pydantic's first complaint of a config.json, with the key it is about and what stands there."""
+    first = error.errors()[0]
+    key, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    got = f"{key}: absent" if first["type"] == "missing" else f"{key}: {reprlib.repr(first['input'])} ({said})"
+    return InputError(wanted=wanted, got=got, where=where, next=next, code="config_key_wrong")
+
+
+Size = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class DraftConfig(BaseModel):
     """A draft's shape and wiring. Boundaries are the only layer numbering (docs/words.md)."""
 
@@ -61,23 +77,23 @@ class DraftConfig(BaseModel):
 
     boundaries: tuple[int, ...]
     """The taps: sorted, unique boundaries of the target whose states feed `fc`, concatenated in this order."""
-    target_num_hidden_layers: int
-    target_hidden_size: int
+    target_num_hidden_layers: Size
+    target_hidden_size: Size
     target_model_type: str
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int = 1
+    intermediate_size: Size
+    num_hidden_layers: Size = 1
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: Size
     """With block `mla` the rotated width, qk_rope_head_dim, as transformers' DeepSeek configs say it."""
-    vocab_size: int
+    vocab_size: Size
     """The target's vocabulary."""
-    draft_vocab_size: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    draft_vocab_size: Size
+    rms_norm_eps: Rate = 1e-5
+    rope_theta: Rate = 10_000.0
     rope_scaling: dict[str, float | int | str | bool] | None = None
-    max_position_embeddings: int
+    max_position_embeddings: Size
     """The target's context length: a smaller one is refused by SGLang (serving.md 1.1)."""
     block: Literal["llama", "qwen3", "mla"] = "llama"
     latent: LatentShape | None = None
@@ -92,10 +108,10 @@ class DraftConfig(BaseModel):
     attention_bias: bool = False
     """Biases of q, k and v, and in a Llama block of o: vLLM's Qwen3 draft has none there."""
     fc_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: Size | None = None
     own_embedding: bool = False
     """The draft carries an embedding of its own instead of sharing the target's."""
-    initializer_range: float = Field(default=0.02, gt=0)
+    initializer_range: Rate = 0.02
 
     @field_validator("rope_scaling")
     @classmethod

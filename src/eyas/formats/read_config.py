@@ -24,13 +24,11 @@ from eyas.formats.config_problems import (
     residual_default,
     tap_disagreements,
 )
-from eyas.formats.draft_config import LATENT_KEYS, DraftConfig, TargetIdentity
+from eyas.formats.draft_config import FORMAT, LATENT_KEYS, DraftConfig, TargetIdentity, invalid
 from eyas.formats.methods import PEAGLE_CLASSES, MethodName, mask_token_of, method_of
 from eyas.formats.problem import Problem
 from eyas.formats.taps import IDS_KEY, TapKeys, default_boundaries
 from eyas.formats.targets import FIRST_ID_RULE
-
-FORMAT = 1
 
 DRAFT_KEYS = frozenset({"eyas", "speculators_model_type", "eagle_config", IDS_KEY, "draft_vocab_size"})
 MLA_CLASSES = frozenset({"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"})
@@ -103,14 +101,8 @@ def _read_eyas(raw: Config) -> DraftFile:
         config = DraftConfig.model_validate(block.get("draft"))
         target = None if block.get("target") is None else TargetIdentity.model_validate(block["target"])
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            wanted="an eyas block with a whole draft and target",
-            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            where="config.json: eyas",
-            next="export the draft again",
-            code="config_key_wrong",
-        ) from error
+        wanted = "an eyas block with a whole draft and target"
+        raise invalid(error, wanted, "config.json: eyas", "export the draft again") from error
     return DraftFile(
         format="eyas",
         keys=TapKeys.of(raw),

@@ -18,14 +18,12 @@ from eyas.errors import InputError
 from eyas.measure import stats
 from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
 from eyas.measure.stats import Depth, Timing
-from eyas.models.checkpoint import has_info, load_draft
 from eyas.models.draft import Draft
-from eyas.models.foreign import name_target
+from eyas.models.fitting import load_fitting
 from eyas.models.target import DTYPES, Target, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import BenchSettings, TargetSettings
 from eyas.run import machine, versions
-from eyas.training.inputs import check_identity
 
 JSON = dict[str, Any]
 Loaded = tuple[Target, Draft | None]
@@ -295,9 +293,6 @@ def _loader(target: TargetSettings, draft: Path | None) -> Callable[[str], Loade
         loaded = load_target(target.name, dtype=precision, trust_remote_code=target.trust_remote_code)
         if draft is None:
             return loaded, None
-        foreign = None if has_info(draft) else name_target(target.name, target.trust_remote_code)
-        module, info = load_draft(draft, loaded.embedding, DTYPES[precision], foreign)
-        check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
-        return loaded, module
+        return loaded, load_fitting(draft, loaded)[0]
 
     return load

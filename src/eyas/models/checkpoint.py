@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.formats.draft_config import DraftConfig, TargetIdentity
+from eyas.formats.draft_config import FORMAT, DraftConfig, TargetIdentity, invalid
 from eyas.formats.headers import INDEX, read_headers
 from eyas.formats.names import canonical_name, expected_tensors, twin
 from eyas.formats.target_config import read_json
+from eyas.formats.tensor_values import value_problems
 from eyas.models.draft import Draft, make_draft
 from eyas.models.foreign import NamedTarget, read_foreign
 from eyas.models.vocab import check_vocab
-from eyas.run import is_complete, read_manifest, versions, write_atomic
+from eyas.run import versions, write_atomic
+from eyas.stage import chosen_step
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -32,7 +34,7 @@ class DraftInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: int = 1
+    format: int = FORMAT
     draft: DraftConfig
     target: TargetIdentity
     tokenizer_hash: str
@@ -90,7 +92,7 @@ def load_draft(
     `target_embedding` [V, H] is shared with the draft (without it, `share_embedding` must be called before use).
     `dtype` None keeps the file's. A folder that Eyas did not write needs `foreign`, its target, and `boundaries` where
     its layer ids do not say theirs (models/foreign.py). Raises InputError for a missing or truncated file, a config
-    without an `eyas` block, and tensors that are missing, unexpected or of another shape.
+    without an `eyas` block, and tensors that are missing, unexpected, of another shape, or hold NaN or infinity.
     """
     folder = chosen_step(folder)
     if foreign is not None and not has_info(folder):
@@ -141,24 +143,6 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in tensors.items() if twin(canonical_name(name)) is None}
 
 
-def chosen_step(folder: Path) -> Path:
-    """`folder` itself where it is a draft; of a training run's folder the step that its manifest hands on, and while it
-    is unfinished its newest `step-N`."""
-    if (folder / CONFIG).is_file():
-        return folder
-    named = read_manifest(folder).facts.get("draft") if is_complete(folder) else None
-    if named is not None:
-        return folder / named
-    steps = [path for path in folder.glob("step-*") if (path / CONFIG).is_file()]
-    return max(steps, key=step_number, default=folder)
-
-
-def step_number(folder: Path) -> int:
-    """N of `step-N`."""
-    digits = folder.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
-
-
 def read_info(folder: Path) -> DraftInfo:
     """The `eyas` block of a draft folder, without reading a tensor."""
     path = chosen_step(folder) / CONFIG
@@ -170,20 +154,18 @@ def read_info(folder: Path) -> DraftInfo:
             where=str(path),
             next="give --draft DRAFT/step-N",
         )
+    block = read_json(path).get("eyas")
+    if not isinstance(block, dict):
+        got = "no `eyas` block" if block is None else f"`eyas`: {block!r}"
+        next_step = "eyas export --draft DRAFT --target TARGET --out OUT takes over a draft made elsewhere"
+        raise InputError(wanted="a draft made by Eyas", got=got, where=str(path), next=next_step)
+    if block.get("format", FORMAT) != FORMAT:
+        got = f"format {block['format']!r}"
+        raise InputError(wanted=f"format {FORMAT}", got=got, where=str(path), next="pip install --upgrade eyas")
     try:
-        block = json.loads(path.read_text()).get("eyas")
-        if block is None:
-            next_step = "eyas export --draft DRAFT --target TARGET --out OUT takes over a draft made elsewhere"
-            raise InputError(wanted="a draft made by Eyas", got="no `eyas` block", where=str(path), next=next_step)
-        if block.get("format", 0) > 1:
-            raise InputError(
-                wanted="format 1", got=f"format {block['format']}", where=str(path), next="pip install --upgrade eyas"
-            )
         return DraftInfo.model_validate(block)
-    except (ValueError, AttributeError, ValidationError) as error:
-        raise InputError(
-            wanted="a draft's config.json", got=str(error).splitlines()[0], where=str(path), next=next_step
-        ) from error
+    except ValidationError as error:
+        raise invalid(error, "a draft's config.json", f"{path}: eyas", next_step) from error
 
 
 def make_info(
@@ -221,11 +203,15 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             next="convert it where you trust its source" if pickles else "give a whole draft folder",
         )
     try:
-        return {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
+        tensors = {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(
             wanted="a whole safetensors file", got=str(error), where=str(path), next="copy or train the draft again"
         ) from error
+    for problem in value_problems(folder, read_headers(folder)):
+        wanted = f"{problem.expected} in every tensor"
+        raise InputError(wanted=wanted, got=problem.found, where=str(path), next=problem.fix, code=problem.code)
+    return tensors
 
 
 def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:

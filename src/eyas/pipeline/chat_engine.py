@@ -11,7 +11,7 @@ from eyas.engine.generate import Engine
 from eyas.engine.precision import load_to_decode
 from eyas.engine.server.stream import AnswerReader, Piece
 from eyas.errors import InputError
-from eyas.models.checkpoint import load_draft
+from eyas.models.fitting import load_fitting
 from eyas.recipe import ChatSettings, TargetSettings
 from eyas.settings import DraftingSettings
 
@@ -26,7 +26,7 @@ class EngineChat:
         loaded = load_to_decode(target.name, settings.precision, trust_remote_code=target.trust_remote_code)
         draft = None
         if folder is not None:
-            draft, _ = load_draft(folder, loaded.embedding, loaded.dtype)
+            draft, _ = load_fitting(folder, loaded)
         drafts = settings.num_steps > 0 and (draft is not None or settings.ngram > 0)
         drafting = DraftingSettings(
             num_steps=settings.num_steps if drafts else 1, ngram=settings.ngram if drafts else 0, adaptive=drafts

@@ -1,4 +1,5 @@
-"""`eyas inspect PATH`: what a folder or file is, its taps in every dialect, its problems. Headers only, no torch.
+"""`eyas inspect PATH`: what a folder or file is, its taps in every dialect, its problems. No torch; of weights the
+headers, and of a draft whether its numbers are finite.
 
 Findings are no failure: only a path that cannot be read is an InputError.
 """
@@ -19,6 +20,7 @@ from eyas.formats.read_config import DraftFile, is_draft, read_config
 from eyas.formats.taps import captures, default_boundaries
 from eyas.formats.target_config import TEXT_CONFIGS
 from eyas.formats.tensor_list import check_layout, layout_of, read_list
+from eyas.formats.tensor_values import value_problems
 from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, hash_file, read_manifest, verify_files
 from eyas.shipped import read_card
@@ -205,6 +207,7 @@ def _draft(path: Path, raw: JSON, headers: dict[str, TensorHeader] | None) -> JS
     problems = list(file.problems)
     if headers is not None:
         problems += check_layout(headers, raw, file.config)
+        problems += value_problems(path, headers)
     return {
         "kind": "draft",
         "path": str(path),

@@ -30,7 +30,7 @@ from eyas.shipped import default_draft, draft_folder
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.preflight import preflight
 from eyas.wiring.preflight.machine import cpu_memory_problem, port_problem
-from eyas.wiring.static_checks import check_tables
+from eyas.wiring.static_checks import check_weights
 
 ENDED = ("crashed", "stopped")
 SERVE, PLAIN, EXPORT = "serve", "serve-plain", "export"
@@ -146,19 +146,17 @@ def _engine(asked: str, found: Installed | None, notes: list[str]) -> str:
 
 def look_ahead(command: Command, engine: str) -> dict[str, Any]:
     """Preflight of a command: `verdict`, `findings`, `skipped`, `memory`."""
+    draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
+    weights = [] if draft is None else [one for check in check_weights(draft) for one in check.findings]
     if command.engine == "embedded":
         problem = port_problem(command.port)
-        found = findings([] if problem is None else [problem], "launch")
-        if command.draft is not None and Path(command.draft).is_dir():
-            found += check_tables(Path(command.draft)).findings
+        found = findings([] if problem is None else [problem], "launch") + weights
         return _preflight_words("fail" if found else "pass", found, {}, None)
     launch = parse_launch(engine, command.argv[1:], command.env)
-    draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
     seen = preflight(launch, draft=draft)
     short = cpu_memory_problem(launch) if engine.startswith("vllm-cpu") else None
-    if short is not None:
-        return _preflight_words("fail", seen.findings + findings([short], "launch"), seen.skipped, seen.memory.as_dict)
-    return _preflight_words(seen.verdict, seen.findings, seen.skipped, seen.memory.as_dict)
+    own = weights + findings([] if short is None else [short], "launch")
+    return _preflight_words("fail" if own else seen.verdict, seen.findings + own, seen.skipped, seen.memory.as_dict)
 
 
 def _preflight_words(verdict: str, found: list[Finding], skipped: dict[str, str], memory: Any) -> dict[str, Any]:

@@ -25,12 +25,13 @@ from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
 from eyas.models.checkpoint import load_draft
 from eyas.models.draft import Draft
+from eyas.models.fitting import check_identity
 from eyas.models.target import Target, load_target
 from eyas.models.vocab import target_ids
 from eyas.progress import Progress
 from eyas.recipe import EvaluateSettings, TargetSettings
 from eyas.run import read_manifest
-from eyas.training.inputs import check_draft, check_identity
+from eyas.training.inputs import check_draft
 from eyas.training.loss import unroll
 from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher

@@ -7,16 +7,9 @@ from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.models.checkpoint import DraftInfo
+from eyas.models.fitting import check_identity
 from eyas.models.target import Target
 from eyas.run import Manifest, check_same
-
-IDENTITY = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "weights_hash")
-
-
-def check_identity(wanted: TargetIdentity, got: TargetIdentity, where: Path, next: str) -> None:
-    """Raise InputError at the first field in which two targets differ (names may differ: weights decide)."""
-    for name in IDENTITY:
-        check_same(f"the target's {name}", getattr(wanted, name), getattr(got, name), where, next, "target_revision")
 
 
 def check_captures(manifest: Manifest, reader: Samples, target: Target, where: Path) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from eyas.errors import InputError
-from eyas.models.checkpoint import CONFIG, DraftInfo, draft_tensors, load_draft, save_draft, step_number
+from eyas.models.checkpoint import CONFIG, DraftInfo, draft_tensors, load_draft, save_draft
 from eyas.models.draft import Draft
 from eyas.run import disk_error, write_atomic
+from eyas.stage import step_number
 from eyas.training.distributed import Ranks, is_lost
 from eyas.training.optimise import Optimiser, trained
 from eyas.training.replicas import whole_tensor

@@ -8,11 +8,18 @@ from eyas.data.shards import CaptureReader, DamagedCaptures
 from eyas.errors import InputError, Unsupported
 from eyas.formats.headers import read_headers
 from eyas.formats.target_config import read_json
-from eyas.models.checkpoint import chosen_step
 from eyas.models.target import Target
 from eyas.run import read_manifest
+from eyas.stage import chosen_step
 from eyas.wiring.capture_checks import check_data, check_taps, check_teacher
-from eyas.wiring.draft_checks import check_export, check_parity, check_served, check_vocabulary, check_wirings
+from eyas.wiring.draft_checks import (
+    check_export,
+    check_numbers,
+    check_parity,
+    check_served,
+    check_vocabulary,
+    check_wirings,
+)
 from eyas.wiring.findings import Finding, refused
 from eyas.wiring.given import Given
 from eyas.wiring.heatmap import check_ending, write_heatmap
@@ -31,6 +38,7 @@ CHECKS: dict[str, Callable[[Given], Check]] = {
     "teacher": check_teacher,
     "TTT parity": check_parity,
     "vocabulary": check_vocabulary,
+    "values": check_numbers,
     HYPOTHESES: check_wirings,
     "export": check_export,
     "acceptance": check_served,

@@ -8,16 +8,17 @@ from torch import nn
 
 from eyas.data.shards import Sample
 from eyas.errors import InputError
-from eyas.models.checkpoint import chosen_step, has_info, load_draft
+from eyas.models.checkpoint import has_info, load_draft
 from eyas.models.draft import Draft, ParallelDraft
 from eyas.models.vocab import check_vocab
+from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding
 from eyas.wiring.given import NO_PROBE, Given
 from eyas.wiring.hypotheses.run import NAME as HYPOTHESES
 from eyas.wiring.hypotheses.run import check_hypotheses
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.served import ALLOWED, walk_against_engine
-from eyas.wiring.static_checks import Check, check_tables
+from eyas.wiring.static_checks import Check, check_tables, check_values
 
 PARITY_TOLERANCE = 1e-4
 """Float32 sums in another order, relative to the logits' own scale."""
@@ -110,6 +111,14 @@ def check_vocabulary(given: Given) -> Check:
         message="The end of an answer can never be drafted.",
     )
     return Check(name, "pass", evidence, [finding])
+
+
+def check_numbers(given: Given) -> Check:
+    """Every weight of the draft, and of its export, is a finite number."""
+    folders = [chosen_step(path) for path in (given.draft_folder, given.export_folder) if path is not None]
+    checks = [check_values(folder) for folder in folders]
+    told = [one for one in checks if one.status == "fail"] or checks
+    return told[0] if told else Check("values", "skipped", "needs a draft")
 
 
 def check_export(given: Given) -> Check:

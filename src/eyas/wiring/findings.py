@@ -79,6 +79,7 @@ CODES: dict[str, Code] = {
     "dtype_mismatch": Code(
         "error", "A tensor's dtype is wrong (d2t is int64, t2d bool), or differs from the config's."
     ),
+    "tensor_not_finite": Code("error", "A tensor holds NaN or infinity: nothing is accepted, and no engine says so."),
     "quantization_mismatch": Code("error", "States were captured under another quantisation than will be served."),
     "quantization_inherited": Code("warning", "The draft would be read with the target's quantisation."),
     # whose

@@ -17,7 +17,7 @@ from eyas.formats.target_config import read_json
 from eyas.launch.arguments import Launch
 from eyas.wiring.findings import Finding
 from eyas.wiring.preflight import preflight
-from eyas.wiring.static_checks import Check, check_loader, check_tables, find_target
+from eyas.wiring.static_checks import Check, check_loader, check_weights, find_target
 
 ENOUGH_ROUNDS = 200
 """Under so many rounds an accept length is noise: its standard error is about 0.06 at one of 1.8."""
@@ -109,14 +109,14 @@ def check_folder(draft: Path | None, engine: str | None, target: str | None) -> 
     if draft is None:
         return [Check("draft folder", "skipped", "no --draft")]
     if engine is None or engine.startswith(("embedded", "llamacpp")):
-        return [check_tables(draft)]
+        return check_weights(draft)
     facts = None
     if target is not None:
         try:
             facts = find_target(target)
         except InputError:
             facts = None
-    return [check_loader(draft, engine, facts), check_tables(draft)]
+    return [check_loader(draft, engine, facts), *check_weights(draft)]
 
 
 def check_acceptance(

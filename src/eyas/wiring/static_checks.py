@@ -13,15 +13,18 @@ from eyas.formats.problem import Problem
 from eyas.formats.read_config import read_config as read_draft_config
 from eyas.formats.taps import IDS_KEY
 from eyas.formats.target_config import read_json
+from eyas.formats.tensor_values import value_problems
 from eyas.formats.vocab_tables import judge_tables, read_tables
 from eyas.models.streaming.plan import fits, plan
 from eyas.run import cache_folder, is_complete, read_manifest
+from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding, finding
-from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report, read_target
+from eyas.wiring.loaders import LoaderReport, TargetFacts, loader_report, read_target
 from eyas.wiring.preflight import parse_launch, preflight
 
 Status = Literal["pass", "fail", "skipped", "unknown"]
 PROBE_TOKENS = 256
+NO_WEIGHTS = "needs a draft folder with its weights"
 LEFT_OUT = ("tap identity", "teacher", "TTT parity", "acceptance")
 """Checks that need captures, weights and torch."""
 
@@ -68,7 +71,7 @@ def check_static(draft: Path, engines: Sequence[str], target: str | None = None)
     """
     facts = None if target is None else find_target(target)
     checks = [check_loader(draft, engine, facts) for engine in engines]
-    checks.append(check_tables(draft, facts))
+    checks += check_weights(draft, facts)
     checks += [Check(name, "skipped", "needs captures and the target's weights") for name in LEFT_OUT]
     return result(checks, "unknown")
 
@@ -110,7 +113,7 @@ def check_launch(
     evidence = f"{len(own)} finding{'' if len(own) == 1 else 's'}" + (f"; not looked at: {words}" if words else "")
     checks.append(Check("preflight", status, evidence, own, {"memory": seen.memory.as_dict}))
     if draft is not None:
-        checks.append(check_tables(draft))
+        checks += check_weights(draft)
     checks += [Check(name, "skipped", "needs captures and the target's weights") for name in LEFT_OUT]
     return result(checks, "unknown")
 
@@ -165,9 +168,9 @@ def loader_evidence(report: LoaderReport) -> str:
 
 def check_tables(draft: Path, target: TargetFacts | None = None) -> Check:
     """d2t and t2d are one increasing map of offsets into the target's vocabulary."""
-    name, folder = "vocabulary", draft_folder(draft)
-    if not folder.is_dir() or not any((folder / item).is_file() for item in (WEIGHTS, INDEX)):
-        return Check(name, "skipped", "needs a draft folder with its weights")
+    name, folder = "vocabulary", chosen_step(draft)
+    if not has_weights(folder):
+        return Check(name, "skipped", NO_WEIGHTS)
     raw = read_json(folder / "config.json")
     layer = raw.get("transformer_layer_config")
     declared = raw.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)
@@ -178,6 +181,26 @@ def check_tables(draft: Path, target: TargetFacts | None = None) -> Check:
     problems = judge_tables(d2t, t2d, total if type(total) is int else None)
     evidence = f"{len(d2t)} draft tokens of {total}" + ("" if t2d is not None else "; no t2d to compare with")
     return Check(name, "fail" if problems else "pass", evidence, [finding(one, str(folder)) for one in problems])
+
+
+def check_values(draft: Path) -> Check:
+    """Every weight is a finite number."""
+    name, folder = "values", chosen_step(draft)
+    if not has_weights(folder):
+        return Check(name, "skipped", NO_WEIGHTS)
+    headers = read_headers(folder)
+    problems = value_problems(folder, headers)
+    evidence = problems[0].found if problems else f"{len(headers)} tensors, every number finite"
+    return Check(name, "fail" if problems else "pass", evidence, [finding(one, str(folder)) for one in problems])
+
+
+def check_weights(draft: Path, target: TargetFacts | None = None) -> list[Check]:
+    """What of a draft's weights shows without torch: its vocabulary's tables, its numbers."""
+    return [check_tables(draft, target), check_values(draft)]
+
+
+def has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def reference_plan(target: str | None, captures: Path | None, draft: Path | None) -> dict[str, Any]:
@@ -195,7 +218,7 @@ def reference_plan(target: str | None, captures: Path | None, draft: Path | None
         return {"reference": {"target": str(folder), "how": "loaded whole, in float32"}}
     up_to = None if manifest is None else max(manifest.facts["boundaries"])
     if up_to is None and draft is not None:
-        path = draft if draft.is_file() else draft_folder(draft) / "config.json"
+        path = draft if draft.is_file() else chosen_step(draft) / "config.json"
         declared = read_draft_config(read_json(path)).boundaries if path.is_file() else None
         up_to = max(declared) if declared else None
     streamed = plan(folder, PROBE_TOKENS, up_to).as_dict

@@ -19,9 +19,10 @@ from eyas.data.shards import CaptureReader
 from eyas.engine.cache import KVCache
 from eyas.errors import InputError
 from eyas.formats.trace import Record, Trace
-from eyas.models.checkpoint import chosen_step, has_info, read_info
+from eyas.models.checkpoint import has_info, read_info
 from eyas.models.draft import Draft, ParallelDraft
 from eyas.models.target import Target
+from eyas.stage import chosen_step
 from eyas.wiring.compare import OTHER, SAME, Traced, check_lines_of, check_trace, distance, finding_of
 from eyas.wiring.findings import Finding
 from eyas.wiring.static_checks import Check

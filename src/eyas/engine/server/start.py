@@ -12,12 +12,8 @@ from eyas.engine.generate import Engine
 from eyas.engine.logprobs import TokenLogprob
 from eyas.engine.precision import load_to_decode
 from eyas.engine.verify import Verdict
-from eyas.errors import InputError
 from eyas.launch.own_lines import phase_line
-from eyas.models.checkpoint import has_info, load_draft
-from eyas.models.draft import Draft
-from eyas.models.foreign import name_target
-from eyas.models.target import Target
+from eyas.models.fitting import load_fitting
 from eyas.progress import say
 from eyas.settings import DraftingSettings
 from eyas.shipped import draft_folder
@@ -47,25 +43,9 @@ def load(arguments: Namespace) -> Engine:
     draft = None
     if arguments.draft is not None:
         say(phase_line("draft_weights"))
-        draft = load_its_draft(arguments, target)
+        draft, _ = load_fitting(draft_folder(arguments.draft), target)
     say(phase_line("compile"))
     return Engine(target, draft, drafting=drafting_of(arguments), int8=int8, draft_int8=int8)
-
-
-def load_its_draft(arguments: Namespace, target: Target) -> Draft:
-    """Raises InputError for another target's draft."""
-    folder = draft_folder(arguments.draft)
-    foreign = None if has_info(folder) else name_target(arguments.target, arguments.trust_remote_code)
-    draft, info = load_draft(folder, target.embedding, target.dtype, foreign)
-    if info.target.weights_hash != target.identity.weights_hash:
-        raise InputError(
-            wanted=f"a draft of {target.identity.name}",
-            got=f"one of {info.target.name}, whose weights differ",
-            where=str(folder),
-            next="give --target, the draft's own",
-            code="target_revision",
-        )
-    return draft
 
 
 def drafting_of(arguments: Namespace) -> DraftingSettings:

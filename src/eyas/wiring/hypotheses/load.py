@@ -16,9 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.formats.names import expected_tensors
-from eyas.models.checkpoint import WEIGHTS, canonical_tensors, chosen_step, has_info, load_draft, read_info
+from eyas.models.checkpoint import WEIGHTS, canonical_tensors, has_info, load_draft, read_info
 from eyas.models.draft import Draft, llama_config, make_draft
 from eyas.models.foreign import NamedTarget
+from eyas.stage import chosen_step
 
 TABLES = frozenset({"d2t", "t2d"})
 

@@ -17,6 +17,7 @@ from eyas.formats.taps import Capture, captures
 from eyas.formats.target_config import read_json
 from eyas.formats.targets import V2_IN_024
 from eyas.formats.tensor_list import block_of, config_of, read_list
+from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders.case import Case, TargetFacts, integer
 from eyas.wiring.loaders.judge import judge
@@ -176,17 +177,9 @@ def _named(raw: Config, headers: Mapping[str, TensorHeader] | None, engine: Engi
     return {**raw, "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else name]}
 
 
-def draft_folder(path: Path) -> Path:
-    """`path` itself, or of a training run's folder its newest `step-N`."""
-    if not path.is_dir() or (path / CONFIG).is_file():
-        return path
-    steps = [step for step in path.glob("step-*") if (step / CONFIG).is_file() and step.name[5:].isdecimal()]
-    return max(steps, key=lambda step: int(step.name[5:]), default=path)
-
-
 def _read(path: Path) -> tuple[JSON, dict[str, TensorHeader] | None]:
     """A draft's config.json and, of a folder, its tensors' headers."""
-    path = draft_folder(path)
+    path = chosen_step(path)
     if path.name.endswith((".safetensors", ".index.json")):
         headers = read_headers(path)
         return config_of(headers), headers

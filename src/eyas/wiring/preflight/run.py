@@ -13,8 +13,9 @@ from eyas.formats.target_config import read_json
 from eyas.formats.tensor_list import block_of
 from eyas.launch.arguments import Launch
 from eyas.launch.gpus import Gpu, gpus
+from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding, findings
-from eyas.wiring.loaders import LoaderReport, TargetFacts, draft_folder, loader_report
+from eyas.wiring.loaders import LoaderReport, TargetFacts, loader_report
 from eyas.wiring.preflight.conflicts import Setting, conflicts
 from eyas.wiring.preflight.machine import gpu_problems, port_problem
 from eyas.wiring.preflight.memory import MemoryPlan, memory_problems, plan_memory
@@ -66,7 +67,7 @@ def preflight(
     if draft is not None and launch.draft is None:
         launch = replace(launch, draft=str(draft))
     target_raw, target_headers = _folder(target)
-    draft_raw, draft_headers = _folder(None if draft is None else draft_folder(draft))
+    draft_raw, draft_headers = _folder(None if draft is None else chosen_step(draft))
     facts = _facts(target_raw, launch)
     report = None
     if draft is not None:
