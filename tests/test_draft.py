@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig, TargetIdentity
-from eyas.models.checkpoint import draft_tensors, load_draft, make_info, save_draft
+from eyas.models.checkpoint import draft_tensors, load_draft, look_at, make_info, save_draft
 from eyas.models.draft import Draft
 from eyas.models.draft import make_draft as new_module
 from eyas.wiring.parity import ttt_equals_incremental
@@ -151,6 +151,10 @@ def test_a_broken_draft_folder_is_refused_in_words(tmp_path: Path, change: str, 
     with pytest.raises(InputError) as caught:
         load_draft(broken(tmp_path / "draft", change))
     assert words in str(caught.value)
+    if change not in ("missing", "unexpected", "shape", "absolute", "no block"):  # which need the module, or the target
+        with pytest.raises(InputError) as looked:
+            look_at(tmp_path / "draft")
+        assert str(looked.value) == str(caught.value)
 
 
 def test_a_stage_folder_loads_as_its_newest_step(tmp_path: Path) -> None:

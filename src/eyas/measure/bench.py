@@ -18,6 +18,7 @@ from eyas.errors import InputError
 from eyas.measure import stats
 from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
 from eyas.measure.stats import Depth, Timing
+from eyas.models.checkpoint import look_at
 from eyas.models.draft import Draft
 from eyas.models.fitting import load_fitting
 from eyas.models.target import DTYPES, Target, load_target
@@ -66,6 +67,8 @@ def bench(
     """
     if draft is None and not settings.ngram:
         raise InputError(wanted="a draft, or n-gram drafting", got="neither", where="bench", next="--draft DRAFT")
+    if draft is not None:
+        look_at(draft)
     load = _loader(target, draft)
     exact = load("float32")
     prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)

@@ -115,6 +115,14 @@ def load_draft(
     return draft.eval().requires_grad_(False), info
 
 
+def look_at(folder: Path) -> None:
+    """Raise InputError for what is wrong with a draft folder by itself: asked before a target is loaded for it."""
+    folder = chosen_step(folder)
+    if has_info(folder):
+        read_info(folder)
+    _whole_files(folder)
+
+
 def has_info(folder: Path) -> bool:
     """Whether Eyas wrote this folder's config.json."""
     path = chosen_step(folder) / CONFIG
@@ -150,9 +158,9 @@ def read_info(folder: Path) -> DraftInfo:
     if not path.is_file():
         raise InputError(
             wanted="a draft folder with config.json",
-            got="no such file",
+            got="no such file" if folder.is_dir() else "no such folder",
             where=str(path),
-            next="give --draft DRAFT/step-N",
+            next="--draft RUN/draft, RUN/export, or shipped",
         )
     block = read_json(path).get("eyas")
     if not isinstance(block, dict):
@@ -191,6 +199,16 @@ def make_info(
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder's `model.safetensors`, or of the shards its index names."""
+    files = _whole_files(folder)
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError) as error:
+        where, next_step = str(folder / WEIGHTS), "copy or train the draft again"
+        raise InputError(wanted="a whole safetensors file", got=str(error), where=where, next=next_step) from error
+
+
+def _whole_files(folder: Path) -> list[Path]:
+    """The weights' files. Raises InputError for one that is absent, cut short, or holds what is no number."""
     index, path = folder / INDEX, folder / WEIGHTS
     files = {folder / header.file for header in read_headers(folder).values()} if index.is_file() else {path}
     missing = next((file for file in files if not file.is_file()), None)
@@ -202,16 +220,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             where=str(missing),
             next="convert it where you trust its source" if pickles else "give a whole draft folder",
         )
-    try:
-        tensors = {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            wanted="a whole safetensors file", got=str(error), where=str(path), next="copy or train the draft again"
-        ) from error
     for problem in value_problems(folder, read_headers(folder)):
         wanted = f"{problem.expected} in every tensor"
         raise InputError(wanted=wanted, got=problem.found, where=str(path), next=problem.fix, code=problem.code)
-    return tensors
+    return sorted(files)
 
 
 def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:

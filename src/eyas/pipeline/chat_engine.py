@@ -11,6 +11,7 @@ from eyas.engine.generate import Engine
 from eyas.engine.precision import load_to_decode
 from eyas.engine.server.stream import AnswerReader, Piece
 from eyas.errors import InputError
+from eyas.models.checkpoint import look_at
 from eyas.models.fitting import load_fitting
 from eyas.recipe import ChatSettings, TargetSettings
 from eyas.settings import DraftingSettings
@@ -22,6 +23,8 @@ class EngineChat:
     """Loads the target, and the draft in `folder` (None: no draft). Raises InputError for what does not load or fit."""
 
     def __init__(self, target: TargetSettings, settings: ChatSettings, folder: Path | None = None) -> None:
+        if folder is not None:
+            look_at(folder)
         int8 = settings.precision == "int8"
         loaded = load_to_decode(target.name, settings.precision, trust_remote_code=target.trust_remote_code)
         draft = None

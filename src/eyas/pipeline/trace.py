@@ -7,6 +7,7 @@ from eyas.engine.generate import Engine
 from eyas.errors import InputError
 from eyas.formats.trace import TraceRequest
 from eyas.measure.prompts import bench_prompts
+from eyas.models.checkpoint import look_at
 from eyas.models.fitting import load_fitting
 from eyas.models.target import Target, load_target
 from eyas.recipe import TargetSettings, TraceSettings
@@ -20,6 +21,8 @@ def trace(draft: Path | None, out: Path, settings: TraceSettings, target: Target
     """
     if out.exists() and any(out.iterdir()):
         raise InputError(wanted="a new or empty folder", got="files in it", where=str(out), next="another --out")
+    if draft is not None:
+        look_at(draft)
     loaded = load_target(target.name, trust_remote_code=target.trust_remote_code)
     drafting = None if draft is None else load_fitting(draft, loaded)[0]
     prompts = texts(loaded, settings)

@@ -13,6 +13,7 @@ from eyas.engine.logprobs import TokenLogprob
 from eyas.engine.precision import load_to_decode
 from eyas.engine.verify import Verdict
 from eyas.launch.own_lines import phase_line
+from eyas.models.checkpoint import look_at
 from eyas.models.fitting import load_fitting
 from eyas.progress import say
 from eyas.settings import DraftingSettings
@@ -37,13 +38,16 @@ def start(arguments: Namespace) -> Scheduler:
 
 def load(arguments: Namespace) -> Engine:
     """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
+    folder = None if arguments.draft is None else draft_folder(arguments.draft)
+    if folder is not None:
+        look_at(folder)
     say(phase_line("weights"))
     int8 = arguments.dtype == "int8"
     target = load_to_decode(arguments.target, arguments.dtype, trust_remote_code=arguments.trust_remote_code)
     draft = None
-    if arguments.draft is not None:
+    if folder is not None:
         say(phase_line("draft_weights"))
-        draft, _ = load_fitting(draft_folder(arguments.draft), target)
+        draft, _ = load_fitting(folder, target)
     say(phase_line("compile"))
     return Engine(target, draft, drafting=drafting_of(arguments), int8=int8, draft_int8=int8)
 
