@@ -5,19 +5,23 @@
 Every prompt is decoded every way, one after the other, the order rotating: Hugging Face generate in bfloat16, the
 engine plain in bfloat16 and in int8, in bfloat16 under a simulated accept length of 3, and with --draft by that draft.
 Without --draft an untrained one of the default shape drafts for the simulation: costs do not depend on what it drafts.
+Stop it at any time: what was measured is reported, and the same command on the same commit goes on (bench/out/engine/).
 """
 
 import argparse
 import ctypes
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from eyas.data.responses import cut_torn_line
 from eyas.engine.costs import measure_costs
 from eyas.engine.generate import Engine
 from eyas.engine.native_build import load_native
@@ -26,13 +30,14 @@ from eyas.engine.spans import NoSpans, Spans
 from eyas.formats.taps import default_boundaries
 from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
 from eyas.measure.stats import accept_length
-from eyas.models.checkpoint import load_draft
+from eyas.models.checkpoint import CONFIG, WEIGHTS, load_draft
 from eyas.models.draft import Draft
 from eyas.models.target import DEFAULT_TARGET, Target, load_target
-from eyas.progress import Progress
+from eyas.progress import Progress, say
 from eyas.recipe import DraftSettings
-from eyas.run import machine, versions
+from eyas.run import JSON, hash_file, hash_json, machine, versions
 from eyas.settings import DraftingSettings
+from eyas.stage import chosen_step
 from eyas.training.initialise import draft_config
 
 CURVE = (0.81, 0.66, 0.53)
@@ -52,6 +57,71 @@ class Way:
     def rate(self) -> float:
         """Tokens a second, of all prompts together."""
         return sum(tokens for tokens, _ in self.timed) / sum(seconds for _, seconds in self.timed)
+
+
+@dataclass
+class Turns:
+    """What every way made of every prompt: a line a prompt in `path`, which a later run goes on from."""
+
+    path: Path
+    ways: dict[str, Way] = field(default_factory=dict)
+    spans: Spans = field(default_factory=Spans)
+    """Of the simulated chain's rounds."""
+    rounds: list[int] = field(default_factory=list)
+    """Tokens of each of the draft's rounds."""
+
+    def alternate(self, prompts: Sequence[BenchPrompt]) -> int:
+        """Every way on every prompt, who goes first rotating; a first round is left out.
+
+        Returns the number of prompts done: an interrupt ends it early.
+        """
+        done = self._earlier({prompt.id for prompt in prompts})
+        for line in done.values():
+            self._count(line)
+        left = [(index, prompt) for index, prompt in enumerate(prompts) if prompt.id not in done]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        count = len(done)
+        try:
+            with self.path.open("a") as file, Progress("engine", len(prompts), "prompts", count) as bar:
+                if left:
+                    self._turn(0, prompts[0])
+                for index, prompt in left:
+                    line = self._turn(index, prompt)
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    self._count(line)
+                    count += 1
+                    bar.advance(1)
+        except KeyboardInterrupt:
+            say("interrupted: what was measured is reported; the same command goes on")
+        return count
+
+    def _turn(self, index: int, prompt: BenchPrompt) -> JSON:
+        """One prompt every way; what its rounds told is taken out of `spans` and `rounds` into the line."""
+        seconds, rounds = dict(self.spans.seconds), len(self.rounds)
+        names = list(self.ways)
+        turn = names[index % len(names) :] + names[: index % len(names)]
+        timed = {name: self.ways[name].run(prompt) for name in turn}
+        spent = {lap: whole - seconds.get(lap, 0.0) for lap, whole in self.spans.seconds.items()}
+        line = {"prompt": prompt.id, "timed": timed, "rounds": self.rounds[rounds:], "spans": spent}
+        self.spans.seconds = seconds
+        del self.rounds[rounds:]
+        return line
+
+    def _count(self, line: JSON) -> None:
+        for name, (tokens, seconds) in line["timed"].items():
+            self.ways[name].timed.append((tokens, seconds))
+        self.rounds += line["rounds"]
+        for lap, seconds in line["spans"].items():
+            self.spans.seconds[lap] = self.spans.seconds.get(lap, 0.0) + seconds
+
+    def _earlier(self, prompts: Container[str]) -> dict[str, JSON]:
+        """Lines of an earlier run by prompt; one cut off by its end is dropped."""
+        if not self.path.is_file():
+            return {}
+        cut_torn_line(self.path)
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return {line["prompt"]: line for line in lines if line["prompt"] in prompts}
 
 
 def main() -> None:
@@ -87,22 +157,24 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     )
     int8 = Engine(load_target(args.target, dtype="bfloat16"), int8=True)
     hugging_face = load_target(args.target, dtype="bfloat16")
-    spans = Spans()
-    ways = {
+    turns = Turns(kept(args, target))
+    ways = turns.ways = {
         "hf": Way(lambda prompt: generate(hugging_face, prompt, args.tokens)),
         "plain_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 0)),
         "plain_int8": Way(lambda prompt: decode(int8, prompt, args.tokens, 0)),
-        "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, spans)),
+        "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, turns.spans)),
         "simulated_bf16_draft_int8": Way(lambda prompt: decode(rounded, prompt, args.tokens, 3)),
     }
-    rounds: list[int] = []
     steps: int = args.num_steps
     if args.draft:
         real = Engine(
             load_target(args.target, dtype="bfloat16"), make_draft(target, args.draft), num_steps=args.num_steps
         )
-        ways["draft_bf16"] = Way(lambda prompt: decode(real, prompt, args.tokens, steps, rounds=rounds))
-    alternate(ways, spread(prompts, min(args.limit, len(prompts))))
+        ways["draft_bf16"] = Way(lambda prompt: decode(real, prompt, args.tokens, steps, rounds=turns.rounds))
+    done = turns.alternate(spread(prompts, min(args.limit, len(prompts))))
+    if not done:
+        sys.exit("interrupted before the first prompt: nothing to report")
+    spans, rounds = turns.spans, turns.rounds
     rates = {name: way.rate for name, way in ways.items()}
     floors = {"": floor(simulated, rates["plain_bf16"]), "_int8": floor(int8, rates["plain_int8"])}
     if args.profile:
@@ -121,21 +193,18 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "seconds_to_first_token": round(start_seconds, 2),
         "engine": simulated.facts.describe(),
-        "prompts": min(args.limit, len(prompts)),
+        "prompts": done,
         "max_new_tokens": args.tokens,
     }
 
 
-def alternate(ways: dict[str, Way], prompts: list[BenchPrompt]) -> None:
-    """Every way on every prompt, who goes first rotating; a first round is left out."""
-    for way in ways.values():
-        way.run(prompts[0])
-    with Progress("engine", len(prompts), "prompts") as bar:
-        for index, prompt in enumerate(prompts):
-            names = list(ways)
-            for name in names[index % len(names) :] + names[: index % len(names)]:
-                ways[name].timed.append(ways[name].run(prompt))
-            bar.advance(1)
+def kept(args: argparse.Namespace, target: Target) -> Path:
+    """Where this measurement's lines are: another draft, target, length or commit has a file of its own."""
+    files = [] if args.draft is None else [hash_file(chosen_step(args.draft) / name) for name in (WEIGHTS, CONFIG)]
+    git = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout.strip()
+    words = [*files, target.identity.weights_hash, args.tokens, args.num_steps, torch.get_num_threads(), commit]
+    return OUT.with_suffix("") / f"{hash_json(words)[:12]}.jsonl"
 
 
 def decode(

@@ -105,6 +105,8 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CACHE_ROOT": str(cache),
+            # what 0.32 compiles ahead it does not load again ("no attribute 'finalize_loading'"): every start compiled
+            "VLLM_USE_AOT_COMPILE": "0",
             # `auto` leaves a core of its own to the server, and so one thread to the forward where there are two
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
         }
