@@ -74,16 +74,18 @@ def test_a_refused_turn_is_not_said_and_the_conversation_goes_on() -> None:
     source, out = Refusing(), io.StringIO()
     result = converse(Chat(source, ChatSettings()), ["one", "two", "three", "/new", "four"], Console(file=out))
     assert [turn["user"] for turn in result["turns"]] == ["one", "two", "four"]
-    assert out.getvalue().split() == ["one", "two", "four"]
+    assert out.getvalue().split() == ["one", "two", "four"] and "error" not in result
 
 
-def test_a_pipe_ends_at_a_refusal_and_at_an_interruption() -> None:
-    with pytest.raises(InputError):
-        converse(
-            Chat(Refusing(), ChatSettings(), patient=False),
-            ["one", "two", "three", "four"],
-            Console(file=io.StringIO()),
-        )
+def test_a_pipe_goes_on_after_a_refusal_and_tells_the_first_as_its_error() -> None:
+    chat = Chat(Refusing(), ChatSettings(), patient=False)
+    result = converse(chat, ["one", "two", "three", "/new", "four"], Console(file=io.StringIO()))
+    assert [turn["user"] for turn in result["turns"]] == ["one", "two", "four"]
+    parts = {"wanted": "a short conversation", "got": "a long one", "where": "here", "next": "/new"}
+    assert result["refused"] == [{"user": "three", **parts}] and result["error"] == parts
+
+
+def test_a_pipe_ends_at_an_interruption() -> None:
     with pytest.raises(KeyboardInterrupt):
         converse(Chat(Parrot(), ChatSettings(), patient=False), ["go stop", "on"], Console(file=io.StringIO()))
 
@@ -127,3 +129,30 @@ def test_the_command_prints_answers_or_one_object(tiny_target: Path, capsys: pyt
     found = json.loads(capsys.readouterr().out)
     assert ended.value.code == 0
     assert found["turns"][0]["user"] == "hi" and found["turns"][0]["tokens"] == 5
+
+
+def test_a_line_beyond_the_context_is_dropped_and_those_after_it_are_answered(
+    tiny_target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n" + "long " * 600 + "\nbye\n"))
+    words = ["chat", "--target", str(tiny_target), "--max-new-tokens", "5", "--temperature", "0"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--precision", "float32", "--json"])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert ended.value.code == 2
+    assert [turn["user"] for turn in found["turns"]] == ["hello", "bye"]
+    assert found["error"] == {
+        "wanted": "a conversation of at most 1023 tokens (the target's context is 1024)",
+        "got": "3078 tokens with this line",
+        "where": f"the line that begins {('long ' * 8)!r}",
+        "next": "a shorter line, or /new, which forgets what was said",
+    }
+    assert printed.err.count("wanted:") == 1
+
+
+def test_a_prompt_without_words_is_refused_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", "--target", "/nowhere", "--prompt", "hi", "--prompt", " ", "--json"])
+    assert ended.value.code == 2
+    assert json.loads(capsys.readouterr().out)["error"]["got"] == "an empty one"

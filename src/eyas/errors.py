@@ -34,6 +34,11 @@ class EyasError(Exception):
         code = {} if self.code is None else {"code": self.code}
         return {"wanted": self.wanted, "got": self.got, "where": self.where, "next": self.next, **code}
 
+    @property
+    def lines(self) -> str:
+        """The parts below each other, as a terminal shows them."""
+        return "\n".join(f"{part + ':':8}{text}" for part, text in self.as_dict().items())
+
     def as_json(self) -> dict[str, object]:
         """The body of `{"error": ...}` under --json: the parts, and what a kind of error adds."""
         return dict(self.as_dict())

@@ -80,6 +80,5 @@ def report(error: EyasError, tokens: list[str]) -> int:
     if "--json" in tokens:
         print(json.dumps({"error": error.as_json()}))
     else:
-        for part, text in error.as_dict().items():
-            print(f"{part + ':':8}{text}", file=sys.stderr)
+        print(error.lines, file=sys.stderr)
     return error.exit_code

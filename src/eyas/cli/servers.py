@@ -12,7 +12,7 @@ from rich.console import Console
 from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish
 from eyas.clients.chat import ServerChat
 from eyas.launch.arguments import split_words
-from eyas.pipeline.chat import Chat, Source, converse, typed
+from eyas.pipeline.chat import Chat, Source, converse, said, typed
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.serve import prepare, serve, to_convert
 from eyas.pipeline.watch import (
@@ -31,6 +31,7 @@ from eyas.shipped import chosen_draft
 
 Many = Parameter(negative="")
 SERVER_DIED = 3
+BAD_INPUT = 2
 
 
 @app.command(name="serve")
@@ -130,13 +131,14 @@ def chat_command(
     target: TargetFlags = TARGET,
     settings: Annotated[ChatSettings, Flat] = ChatSettings(),
     common: Common = FLAGS,
-) -> None:
+) -> int:
     """Talk to the target, with its draft: streaming, turn by turn, tokens/s and accept length after every answer.
 
     The engine runs in this process, or with --url is a server of any kind (EYAS_API_KEY is its key). --prompt asks one
     turn instead of reading lines, and may be repeated; lines that begin with / are commands (/help).
     """
 
+    asked_for = None if prompt is None else said(prompt)
     chosen, words = chosen_draft(settings.draft, settings.plain or url is not None, target.target)
 
     def work() -> dict[str, Any]:
@@ -155,14 +157,12 @@ def chat_command(
             source = EngineChat(target.settings, settings, chosen)
         console = Console(highlight=False, stderr=common.json)
         with closing(source):
-            patient = prompt is None and sys.stdin.isatty()
-            return converse(Chat(source, settings, patient), prompt or typed(), console)
+            patient = asked_for is None and sys.stdin.isatty()
+            return converse(Chat(source, settings, patient), asked_for or typed(), console)
 
     plan = Plan("chat", [url or target.target, chosen], [], settings)
-    if common.plan or common.json:
-        finish(common, plan, work)
-    else:
-        work()
+    result = finish(common, plan, work) if common.plan or common.json else work()
+    return BAD_INPUT if "error" in result else 0
 
 
 @app.command

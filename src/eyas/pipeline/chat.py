@@ -4,7 +4,7 @@ Text goes to stdout as it is made; what is said about it goes to stderr, so that
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Chat:
     source: Source
     settings: ChatSettings
     patient: bool = True
-    """Somebody types: Ctrl-C and a refusal end an answer. Otherwise they end the conversation."""
+    """Somebody types: Ctrl-C ends an answer, and a refusal is no failure. Otherwise Ctrl-C ends the conversation."""
     marks: bool = False
     messages: list[Message] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -98,7 +98,12 @@ class Chat:
 
 
 def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, Any]:
-    """Answer every line until there are no more; the answers go to `console`."""
+    """Answer every line until there are no more; the answers go to `console`.
+
+    A line that gets no answer is dropped, said on stderr and listed in `refused`; where nobody types, the first of
+    them is the result's `error` too.
+    """
+    refused = list[dict[str, Any]]()
 
     def show(part: Part) -> None:
         style = MARKED if chat.marks and part.accepted else None
@@ -113,14 +118,28 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
             try:
                 stats = chat.say(text, show)
             except InputError as error:
-                if not chat.patient:
-                    raise
-                say(f"no answer: {error}")
+                say(f"no answer\n{error.lines}")
+                refused.append({"user": text, **error.as_json()})
                 continue
             console.print()
             if stats is not None:
                 say(f"[{stats.words}]")
-    return {"source": chat.source.name, "turns": chat.turns}
+    result = {"source": chat.source.name, "turns": chat.turns, "refused": refused}
+    if refused and not chat.patient:
+        result["error"] = {part: told for part, told in refused[0].items() if part != "user"}
+    return result
+
+
+def said(prompts: Sequence[str]) -> Sequence[str]:
+    """Turns given on the command line. Raises InputError for one without words."""
+    if not all(prompt.strip() for prompt in prompts):
+        raise InputError(
+            wanted="a prompt with words in it",
+            got="an empty one",
+            where="--prompt",
+            next='eyas chat --prompt "Why is the sky blue?"',
+        )
+    return prompts
 
 
 def typed() -> Iterator[str]:

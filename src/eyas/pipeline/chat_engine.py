@@ -43,8 +43,12 @@ class EngineChat:
         self.engine.close()
 
     def answer(self, messages: list[Message]) -> Iterator[Part | Stats]:
-        """Parts as the rounds bring them; a caller that stops asking ends the text."""
+        """Parts as the rounds bring them; a caller that stops asking ends the text.
+
+        Raises InputError for a conversation that the target's context does not hold.
+        """
         ids = tuple(render(self.target.tokenizer, messages).ids)
+        require_room(len(ids), self.target.context_length, messages)
         pieces = list[Piece]()
         reader = AnswerReader(self.target.text, (), frozenset(self.target.stop_ids), pieces.append)
         settings = self.settings
@@ -70,17 +74,26 @@ def parts(piece: Piece) -> list[Part]:
     return [*marked, Part(piece.rest)] if piece.rest else marked
 
 
-def stats(piece: Piece, first: float | None, seconds: float) -> Stats:
-    """Raises InputError for a conversation that the engine refused."""
-    assert piece.end is not None, "an answer has ended"
-    outcome: Outcome | None = piece.end.outcome
-    if outcome is None:
+def require_room(tokens: int, context: int, messages: list[Message]) -> None:
+    if tokens >= context:
+        begun = any(message["role"] == "assistant" for message in messages)
         raise InputError(
-            wanted="a conversation that fits the target's context",
-            got=piece.end.error or piece.end.end,
-            where="the conversation",
-            next="/new, or a smaller --max-new-tokens",
+            wanted=f"a conversation of at most {context - 1} tokens (the target's context is {context})",
+            got=f"{tokens} tokens with this line",
+            where=f"the line that begins {messages[-1]['content'][:40]!r}",
+            next="a shorter line" + (", or /new, which forgets what was said" if begun else ""),
         )
+
+
+def stats(piece: Piece, first: float | None, seconds: float) -> Stats:
+    """Raises InputError for a text that the engine refused, or failed at."""
+    assert piece.end is not None, "an answer has ended"
+    if piece.end.error is not None:
+        raise InputError(
+            wanted="an answer to its end", got=piece.end.error, where="the engine", next="another line, or /new"
+        )
+    outcome: Outcome | None = piece.end.outcome
+    assert outcome is not None, "a text that had a seat has an outcome"
     rounds = outcome.rounds
     length = 1 + sum(rounds) / len(rounds) if rounds else None
     counts = (len(rounds) or None, outcome.cached_tokens, piece.end.finish)
