@@ -22,6 +22,7 @@ class Parrot:
     """Answers with what was said, every second word drafted."""
 
     name = "parrot"
+    no_marks: str | None = None
 
     def __init__(self) -> None:
         self.heard: list[list[dict[str, str]]] = []
@@ -95,6 +96,37 @@ def test_accepted_text_is_underlined_on_request_and_markup_is_text() -> None:
     _, marked, _ = talk(["[bold]a[/bold] b"], marks=True)
     assert plain == "[bold]a[/bold] b \n"
     assert marked == "[bold]a[/bold] \x1b[4;32mb \x1b[0m\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "source", "told"),
+    [
+        (True, None, "accepted draft tokens are underlined"),
+        (False, None, "accepted draft tokens are not marked: no terminal shows the answers"),
+        (True, "nothing is drafted", "accepted draft tokens are not marked: nothing is drafted"),
+    ],
+)
+def test_marks_that_nobody_will_see_say_why(
+    terminal: bool, source: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parrot = Parrot()
+    parrot.no_marks = source
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else "auto")
+    converse(Chat(parrot, ChatSettings(marks=True)), ["a b", "/marks"], console)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accepted")]
+    assert said == [told, "accepted draft tokens are not marked"]
+
+
+@pytest.mark.parametrize(("plain", "ngram", "drafts"), [(False, None, 4), (True, None, 0), (True, 3, 3), (False, 0, 0)])
+def test_plain_is_the_target_alone_unless_ngrams_are_asked_for(plain: bool, ngram: int | None, drafts: int) -> None:
+    assert ChatSettings(plain=plain, ngram=ngram).ngrams == drafts
+
+
+def test_a_plain_chat_drafts_nothing(tiny_target: Path) -> None:
+    settings = ChatSettings(plain=True, max_new_tokens=20, **GREEDY)
+    chat = EngineChat(TargetSettings(name=str(tiny_target)), settings)
+    stats = [one for one in chat.answer([{"role": "user", "content": "hello"}]) if isinstance(one, Stats)]
+    assert stats[0].rounds is None and chat.engine.proposer is None and chat.no_marks == "nothing is drafted"
 
 
 def test_a_status_line_leaves_out_what_nobody_told() -> None:

@@ -39,8 +39,8 @@ class DraftingSettings(Section):
     adaptive: bool = False
     """Let the depth follow what was lately accepted and what rounds cost, from num_steps down to plain decoding."""
     ngram: int = Field(default=0, ge=0, le=16)
-    """Also draft what followed the latest earlier occurrence of the last tokens, up to this many of them: used where
-    it was lately the better guess. 0 is off."""
+    """Also draft what followed the latest earlier occurrence of the last tokens, up to this many of them, and 2 at the
+    least (but 1 looks for single tokens): used where it was lately the better guess. 0 is off."""
     simulate: tuple[Share, ...] | None = None
     """Accept drafted tokens by this survival curve and not by the target: what a draft so good would bring. THE TEXTS
     ARE INVALID. Stop tokens are ignored."""

@@ -70,8 +70,10 @@ class ServerChat:
     def __init__(self, url: str, settings: dict[str, Any], key: str | None = None) -> None:
         self.server = OpenAI(url, key=key)
         self.name = f"{self.server.model} at {url}"
+        tells = engine_of(url) == "embedded"
         # Other servers may refuse what they do not know.
-        self.settings = settings | ({"mark_accepted": True} if engine_of(url) == "embedded" else {})
+        self.settings = settings | ({"mark_accepted": True} if tells else {})
+        self.no_marks = None if tells else "the server does not say which tokens were drafted"
 
     def close(self) -> None:
         self.server.http.close()

@@ -24,6 +24,8 @@ class Source(Protocol):
     """Who answers: parts of text, and at the end how it went."""
 
     name: str
+    no_marks: str | None
+    """Why no accepted draft tokens can be told; None: they are."""
 
     def answer(self, messages: list[Message]) -> Iterator[Part | Stats]: ...
 
@@ -88,7 +90,6 @@ class Chat:
             say("a new conversation")
         elif word == "/marks":
             self.marks = not self.marks
-            say(f"accepted draft tokens are {'underlined' if self.marks else 'not marked'}")
         elif word == "/system":
             self.begin(rest or None)
             say("a new conversation" + (f", under: {rest}" if rest else ", without a system message"))
@@ -104,6 +105,8 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
     them is the result's `error` too.
     """
     refused = list[dict[str, Any]]()
+    if chat.marks:
+        say_marks(chat, console)
 
     def show(part: Part) -> None:
         style = MARKED if chat.marks and part.accepted else None
@@ -112,8 +115,11 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
     for line in lines:
         text = line.strip()
         if text.startswith("/"):
+            marked = chat.marks
             if chat.command(text):
                 break
+            if chat.marks != marked:
+                say_marks(chat, console)
         elif text:
             try:
                 stats = chat.say(text, show)
@@ -124,10 +130,19 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
             console.print()
             if stats is not None:
                 say(f"[{stats.words}]")
-    result = {"source": chat.source.name, "turns": chat.turns, "refused": refused}
+    result: dict[str, Any] = {"source": chat.source.name, "turns": chat.turns, "refused": refused}
     if refused and not chat.patient:
         result["error"] = {part: told for part, told in refused[0].items() if part != "user"}
     return result
+
+
+def say_marks(chat: Chat, console: Console) -> None:
+    """Whether accepted draft tokens will be seen, and why not."""
+    why = chat.source.no_marks or ("no terminal shows the answers" if console.color_system is None else None)
+    if not chat.marks:
+        say("accepted draft tokens are not marked")
+    else:
+        say("accepted draft tokens are underlined" if why is None else f"accepted draft tokens are not marked: {why}")
 
 
 def said(prompts: Sequence[str]) -> Sequence[str]:

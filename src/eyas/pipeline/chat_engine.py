@@ -30,14 +30,15 @@ class EngineChat:
         draft = None
         if folder is not None:
             draft, _ = load_fitting(folder, loaded)
-        drafts = settings.num_steps > 0 and (draft is not None or settings.ngram > 0)
+        drafts = settings.num_steps > 0 and (draft is not None or settings.ngrams > 0)
         drafting = DraftingSettings(
-            num_steps=settings.num_steps if drafts else 1, ngram=settings.ngram if drafts else 0, adaptive=drafts
+            num_steps=settings.num_steps if drafts else 1, ngram=settings.ngrams if drafts else 0, adaptive=drafts
         )
         self.engine = Engine(loaded, draft, drafting=drafting, int8=int8, draft_int8=int8)
         self.num_steps = self.engine.num_steps if drafts else 0
         self.scheduler = Scheduler(self.engine, cache_rows=2 * loaded.context_length, most=1)
         self.target, self.settings, self.name = loaded, settings, loaded.identity.name
+        self.no_marks = None if drafts else "nothing is drafted"
 
     def close(self) -> None:
         self.engine.close()

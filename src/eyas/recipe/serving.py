@@ -41,9 +41,9 @@ class ChatSettings(SamplingSettings):
 
     draft: str | None = None
     """The draft's folder, or `shipped`; none takes the draft that comes with Eyas on the target that it is for, and
-    else talks to the target alone."""
+    else drafts by n-grams alone."""
     plain: bool = False
-    """No draft: the target alone."""
+    """The target alone: nothing drafts, unless --ngram says so."""
     system: str | None = None
     """The system message; none leaves it to the target's template."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -56,10 +56,15 @@ class ChatSettings(SamplingSettings):
     """Of the engine in this process."""
     num_steps: int = Field(default=3, ge=0, le=64)
     """Levels drafted a round at most; how many pay is measured. 0 decodes plainly."""
-    ngram: int = Field(default=4, ge=0, le=16)
-    """Also draft what followed the last tokens before; 0 is off."""
+    ngram: int | None = Field(default=None, ge=0, le=16)
+    """Also draft what followed so many of the last tokens before; 0 is off, none means 4, or 0 where plain."""
     marks: bool = False
     """Underline the text whose tokens were drafted and stood."""
+
+    @property
+    def ngrams(self) -> int:
+        """The longest n-gram that drafts; 0: none does."""
+        return self.ngram if self.ngram is not None else 0 if self.plain else 4
 
     @property
     def sampling(self) -> SamplingSettings:
