@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from eyas import __version__
 from eyas.cli import main
+from eyas.cli.app import app
 from eyas.errors import InputError
 from eyas.failures import for_command
 
@@ -74,6 +77,16 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("bench", "--plain"), "a draft, or n-gram drafting"),
         (("check", "--draft", "nowhere"), "no such folder"),
         (("check", "--export", "nowhere"), "no such folder"),
+        (("check", "http://127.0.0.1:9"), "eyas check --url http://127.0.0.1:9"),
+        (("chat", "127.0.0.1:9"), "eyas chat --url 127.0.0.1:9"),
+        (("serve", "http://127.0.0.1:9"), "eyas recipe list"),
+        (("stop", "http://127.0.0.1:9"), "nobody here listens at http://127.0.0.1:9"),
+        (("stop", "127.0.0.1:9"), "nobody here listens at 127.0.0.1:9"),
+        (("watch", "http://[bad"), "a server's address http://[bad"),
+        (("watch", "http://127.0.0.1:9", "--url", "http://127.0.0.1:8"), "address http://127.0.0.1:9 and url"),
+        (("watch", "runs/x/serve", "--pid", "3"), "folder runs/x/serve and pid 3"),
+        (("watch", "--all", "--log", "x"), "all True and log x"),
+        (("watch",), "neither folder, address, --log, --pid nor --url"),
     ],
 )
 def test_wrong_usage_exits_2_with_four_parts_in_json(
@@ -84,6 +97,38 @@ def test_wrong_usage_exits_2_with_four_parts_in_json(
     error = json.loads(out)["error"]
     assert sorted(error) == ["got", "next", "wanted", "where"]
     assert wanted in " ".join(error.values())
+
+
+def commands(tree: App, path: tuple[str, ...] = ()) -> Iterator[tuple[str, App]]:
+    """Every command that runs, by what is typed."""
+    if tree.default_command is not None and path:
+        yield " ".join(path), tree
+    for name in tree:
+        if not name.startswith("-"):
+            yield from commands(tree[name], (*path, name))
+
+
+def test_every_option_of_every_command_says_what_it_is_for() -> None:
+    told = {
+        (command, argument.names[0]): argument.parameter.help
+        for command, tree in commands(app)
+        for argument in tree.assemble_argument_collection(parse_docstring=True)
+        if argument.show
+    }
+    assert {"cache", "cache clear", "recipe show", "serve", "watch"} <= {command for command, _ in told}
+    assert ("serve", "--num-draft-tokens") in told and ("stop", "FOLDER") in told
+    assert [option for option, words in told.items() if not words] == []
+
+
+@pytest.mark.parametrize("typed", ["http://127.0.0.1:9", "127.0.0.1:9/v1", "http://127.0.0.1:9/v1"])
+def test_an_address_where_a_folder_goes_is_watched(
+    typed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "watch", typed, "--once", "--json")
+    look = json.loads(out)
+    assert (status, look["url"], look["state"]) == (0, "http://127.0.0.1:9", "unknown")
+    assert run(capsys, "watch", typed, "--plan", "--json")[0] == 0
 
 
 def test_an_interrupt_under_json_is_one_object_and_130(

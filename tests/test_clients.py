@@ -19,6 +19,7 @@ from eyas.clients.acceptance import (
     from_line,
     read_counters,
 )
+from eyas.clients.address import address
 from eyas.clients.health import Prober, client, engine_of, get, probe
 from eyas.clients.metrics import parse_metrics
 from eyas.clients.openai import OpenAI
@@ -158,6 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         self.hits.append(self.path)
         status, body = self.answers.get(self.path, (404, ""))
         self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "3")
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -278,6 +281,70 @@ def test_chat_whole_and_streamed_give_text_counts_and_reason(server: tuple[str, 
         answer = api.stream([{"role": "user", "content": "Hi"}], max_tokens=2)
     assert (answer.text, answer.completion_tokens, answer.finish_reason) == ("Hello", 2, "length")
     assert answer.first_token_s is not None and answer.first_token_s <= answer.seconds
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "key", "got", "next"),
+    [
+        (
+            401,
+            {"error": {"message": "Incorrect key."}},
+            None,
+            "401: Incorrect key.",
+            "export EYAS_API_KEY=KEY, the server's",
+        ),
+        (401, {"error": "Unauthorized"}, "k", '401: {"error": "Unauthorized"}', "the one that was sent is another"),
+        (404, {"error": {"message": "no model m"}}, None, "404: no model m", "/v1/models lists the models"),
+        (400, {"error": {"message": "too long"}}, None, "400: too long", "change what the server names"),
+        (429, {}, None, "429: {}", "the same again in 3 s: the server is full"),
+        (503, {"error": {"message": "loading"}}, None, "503: loading", "until it is ready"),
+        (500, {"error": {"message": "a fault"}}, None, "500: a fault", "--once"),
+        (200, [], None, "no JSON object: '[]'", "--url with the address that /v1/models lies behind"),
+    ],
+)
+def test_an_error_of_a_server_says_what_helps_against_its_status(
+    server: tuple[str, type[Handler]], status: int, body: object, key: str | None, got: str, next: str
+) -> None:
+    url, handler = server
+    handler.answers = {"/v1/chat/completions": (status, json.dumps(body))}
+    with OpenAI(url + "/v1/", model="m", key=key) as api, pytest.raises(InputError) as refused:
+        api.chat([{"role": "user", "content": "Hi"}], max_tokens=2)
+    assert refused.value.where == f"{url}/v1/chat/completions"
+    assert refused.value.got == got and next in refused.value.next
+
+
+def test_what_is_no_such_server_is_told_apart_from_one_that_refuses(server: tuple[str, type[Handler]]) -> None:
+    url, handler = server
+    handler.answers = {"/v1/models": (200, "<!doctype html>")}
+    told = {}
+    for typed in (url, url.replace("http://", "https://"), "127.0.0.1:9", url + "/elsewhere"):
+        with OpenAI(typed, timeout_s=5.0) as api, pytest.raises(InputError) as refused:
+            api.models()
+        told[typed] = refused.value
+    page, tls, nobody, elsewhere = told.values()
+    assert page.got == "no JSON: '<!doctype html>'" and "/v1/models lies behind" in page.next
+    assert tls.next == f"--url {url}, if the server speaks plain HTTP"
+    assert nobody.where == "http://127.0.0.1:9/v1/models" and "eyas serve starts one" in nobody.next
+    assert elsewhere.got.startswith("404") and "/v1/models lies behind" in elsewhere.next
+
+
+@pytest.mark.parametrize(
+    ("typed", "url", "port"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000", 8000),
+        ("localhost:8000/v1", "http://localhost:8000", 8000),
+        ("https://a.example/models/v1/", "https://a.example/models", 443),
+        ("http://[::1]:30000/", "http://[::1]:30000", 30000),
+    ],
+)
+def test_an_address_is_read_as_it_is_typed(typed: str, url: str, port: int) -> None:
+    assert (address(typed).url, address(typed).port) == (url, port)
+
+
+@pytest.mark.parametrize("typed", ["nonsense", "ftp://x", "http://[bad", "http://", "http://a:99999", ""])
+def test_what_is_no_address_is_refused(typed: str) -> None:
+    with pytest.raises(InputError, match="a server's address"):
+        address(typed)
 
 
 def test_a_refusing_server_is_an_error_that_names_it(server: tuple[str, type[Handler]]) -> None:

@@ -12,6 +12,7 @@ from eyas.launch.evidence import Evidence, Port, Processes
 from eyas.launch.history import Expectation, PhaseTime
 from eyas.launch.log_state import LogState
 from eyas.launch.movement import CPU_SHARE
+from eyas.launch.phases import Engine
 from eyas.launch.process import Exit
 from eyas.launch.state import IDLE_S, Memory, Status, decide, phase_times
 
@@ -121,6 +122,15 @@ def test_access_lines_of_probes_are_no_movement() -> None:
         for at in range(200)
     ]
     assert watch(evidence)[-1].state == "warming"
+
+
+@pytest.mark.parametrize(
+    ("engine", "phase"), [("embedded", "http"), ("vllm", "warmup"), ("sglang", "warmup"), ("llamacpp", "warmup")]
+)
+def test_a_log_ahead_of_its_port_is_in_its_engines_last_phase(engine: Engine, phase: str) -> None:
+    log = replace(LOADING, engine=engine, state="ready", phase="ready")
+    status = watch([Evidence(T0, log, ALIVE, health=REFUSED)])[0]
+    assert (status.state, status.phase) == ("warming", phase)
 
 
 @pytest.mark.parametrize("said", ["ready", "loading", "unknown", "warming"])

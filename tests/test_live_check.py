@@ -48,6 +48,20 @@ def test_the_embedded_servers_arguments_are_read_and_another_draft_is_named(tmp_
     assert [one.code for one in check_arguments(launch, other, None).findings] == ["config_key_wrong"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "algorithm none, draft none"),
+        (["--ngram", "3"], "algorithm n-grams of 3, draft none"),
+        (["--ngram=0"], "algorithm none, draft none"),
+        (["--draft", "D", "--ngram=3"], "algorithm draft and n-grams of 3, draft D"),
+    ],
+)
+def test_what_drafts_in_the_embedded_server_is_told(flags: list[str], told: str) -> None:
+    launch = embedded_launch(["-m", "eyas.engine.server", *flags])
+    assert told in check_arguments(launch, None, None).evidence
+
+
 def test_far_below_the_promise_is_an_error_and_somewhat_below_a_warning() -> None:
     far = check_acceptance(served(1.03, survival=(0.02, 0.01, 0.0)), PROMISE, 3)
     assert far.status == "fail" and far.findings[0].code == "parity_mismatch" and far.findings[0].severity == "error"

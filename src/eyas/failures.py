@@ -4,24 +4,30 @@ import json
 import re
 import sys
 
-from cyclopts import CycloptsError, UnknownCommandError
+from cyclopts import CycloptsError, UnknownCommandError, UnusedCliTokensError
 from pydantic import ValidationError
 
+from eyas.clients.address import is_address
 from eyas.errors import EyasError, InputError, MissingDependency
 from eyas.pipeline.doctor import INSTALL_STACK, TORCH_STACK
 from eyas.pipeline.interrupts import Signalled
+
+WITH_URL = ("chat", "check")
+"""Commands that take a server's address by --url alone."""
 
 
 def usage_error(error: CycloptsError, tokens: list[str]) -> InputError:
     command = next((token for token in tokens if not token.startswith("-")), "")
     if isinstance(error, UnknownCommandError):
         command = ""
+    unused = (error.unused_tokens or []) if isinstance(error, UnusedCliTokensError) else []
+    url = next((token for token in unused if is_address(token)), None) if command in WITH_URL else None
     got = next((told for cause in (error.__cause__, error.__context__) if (told := setting_error(cause))), str(error))
     return InputError(
         wanted=f"a command line that `eyas {command} --help` shows".replace("  ", " "),
         got=" ".join(got.split()),
         where="the command line",
-        next=f"eyas {command} --help".replace("  ", " "),
+        next=f"eyas {command} --help".replace("  ", " ") if url is None else f"eyas {command} --url {url}",
     )
 
 

@@ -11,6 +11,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+        """Help and reference pages break lines where they want."""
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
+
 
 Kind = TypeVar("Kind", bound=Section)
 

@@ -89,6 +89,21 @@ def draft_path(kind: Any, tokens: Sequence[Token]) -> Path:
     return draft_folder(tokens[0].value)
 
 
-DraftPath = Annotated[Path | None, Parameter(converter=draft_path, n_tokens=1, negative="")]
-NamedDraft = Annotated[Path, Parameter(converter=draft_path, n_tokens=1, negative="")]
+DRAFT = Parameter(converter=draft_path, n_tokens=1, negative="", help="The draft's folder, or `shipped`.")
+DraftPath = Annotated[Path | None, DRAFT]
+NamedDraft = Annotated[Path, DRAFT]
 Integers = Annotated[tuple[int, ...] | None, Parameter(converter=integers, n_tokens=1, negative="")]
+Out = Annotated[Path, Parameter(help="The folder to write.")]
+RecipeName = Annotated[str, Parameter(help="A TOML file, or a packaged recipe's name (`eyas recipe list`).")]
+Overrides = Annotated[
+    list[str] | None,
+    Parameter(name="--set", negative="", help="SECTION.KEY=VALUE, laid over the recipe; may be repeated."),
+]
+Captures = Annotated[Path, Parameter(help="The folder that `eyas capture` wrote.")]
+Responses = Annotated[Path, Parameter(help="The folder that `eyas respond` wrote.")]
+Engines = Annotated[
+    list[str] | None,
+    Parameter(negative="", help="A release's rules: sglang@0.5.23, vllm@0.33.0, vllm@0.33.0/v1, ...; may be repeated."),
+]
+NamedTarget = Annotated[str | None, Parameter(help="The target: a name, a Hugging Face folder, or a hub id.")]
+Trust = Annotated[bool, Parameter(help="Run Python code that comes with the model.")]

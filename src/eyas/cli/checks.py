@@ -5,7 +5,23 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from eyas.cli.app import FLAGS, TARGET, Common, DraftPath, Flat, NamedDraft, TargetFlags, app, finish, staged
+from eyas.cli.app import (
+    FLAGS,
+    TARGET,
+    Captures,
+    Common,
+    DraftPath,
+    Engines,
+    Flat,
+    NamedDraft,
+    NamedTarget,
+    TargetFlags,
+    Trust,
+    app,
+    finish,
+    staged,
+)
+from eyas.clients.openai import server_key
 from eyas.formats.trace import engine_environment
 from eyas.pipeline.check_url import check_url
 from eyas.pipeline.doctor import doctor
@@ -18,21 +34,32 @@ from eyas.wiring.static_checks import check_launch, check_static, reference_plan
 @app.command
 def check(
     *,
-    captures: Path | None = None,
+    captures: Captures | None = None,
     draft: DraftPath = None,
-    export: DraftPath = None,
-    target: str | None = None,
-    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
-    trace: Annotated[list[Path] | None, Parameter(negative="")] = None,
-    engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    gpu_gb: float | None = None,
-    url: str | None = None,
-    evaluate: Path | None = None,
-    send: int = 0,
-    prompts: Path | None = None,
-    heatmap: Path | None = None,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
+    export: Annotated[DraftPath, Parameter(help="The folder that `eyas export` wrote.")] = None,
+    target: NamedTarget = None,
+    engine: Engines = None,
+    trace: Annotated[
+        list[Path] | None,
+        Parameter(negative="", help="A trace, or states that another program dumped; may be repeated."),
+    ] = None,
+    engine_args: Annotated[
+        str | None,
+        Parameter(allow_leading_hyphen=True, help="An engine's flags in one string: would that launch hold together?"),
+    ] = None,
+    gpu_gb: Annotated[
+        float | None, Parameter(help="GiB of each GPU that the launch is for; none means this machine's.")
+    ] = None,
+    url: Annotated[str | None, Parameter(help="A running server (EYAS_API_KEY is its key).")] = None,
+    evaluate: Annotated[
+        Path | None,
+        Parameter(help="What `eyas evaluate` promised (RUN/evaluate); none means the one beside the draft."),
+    ] = None,
+    send: Annotated[int, Parameter(help="Prompts to ask the server first, so that there are rounds to count.")] = 0,
+    prompts: Annotated[Path | None, Parameter(help="A prompts folder to ask from; none means the test set.")] = None,
+    heatmap: Annotated[Path | None, Parameter(help="An SVG file to draw every block's distances to.")] = None,
+    device: Annotated[str, Parameter(help="Where a target larger than memory is streamed through.")] = "cpu",
+    trust_remote_code: Trust = False,
     common: Common = FLAGS,
 ) -> int:
     """Is training wired as serving will be? Runs every check that what was given allows.
@@ -49,7 +76,7 @@ def check(
     def work() -> dict[str, Any]:
         served = draft or export
         if url is not None:
-            return check_url(url, served, target, evaluate, send, prompts)
+            return check_url(url, served, target, evaluate, send, prompts, server_key())
         if engine and engine_args is not None:
             return check_launch(engine, engine_args, served, target, gpu_gb)
         require_paths(captures, draft, export, *(trace or ()))
@@ -68,9 +95,9 @@ def check(
 @app.command
 def trace(
     *,
-    out: Path,
+    out: Annotated[Path, Parameter(help="The folder to write the trace to.")],
     draft: DraftPath = None,
-    engine: str | None = None,
+    engine: Annotated[str | None, Parameter(help="sglang or vllm: the environment that makes it trace itself.")] = None,
     target: TargetFlags = TARGET,
     settings: Annotated[TraceSettings, Flat] = TraceSettings(),
     common: Common = FLAGS,
@@ -92,11 +119,16 @@ def trace(
 
 @app.command
 def inspect(
-    path: NamedDraft,
+    path: Annotated[
+        NamedDraft,
+        Parameter(
+            help="A stage's folder, a draft's or target's, config.json, safetensors, a tensor list, or `shipped`."
+        ),
+    ],
     *,
-    verify: bool = False,
-    engine: Annotated[list[str] | None, Parameter(negative="")] = None,
-    target: str | None = None,
+    verify: Annotated[bool, Parameter(help="Hash the data again, and compare.")] = False,
+    engine: Engines = None,
+    target: NamedTarget = None,
     common: Common = FLAGS,
 ) -> None:
     """What a folder or file is, its taps in every dialect, its problems; with --engine, what that engine would do."""

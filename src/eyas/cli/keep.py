@@ -1,10 +1,8 @@
 """What Eyas keeps: packaged recipes and the cache."""
 
-from typing import Annotated
+from cyclopts import App
 
-from cyclopts import App, Parameter
-
-from eyas.cli.app import FLAGS, Common, app, finish
+from eyas.cli.app import FLAGS, Common, Overrides, RecipeName, app, finish
 from eyas.pipeline.doctor import cache_clear, cache_list
 from eyas.pipeline.plan import Plan
 from eyas.recipe import load_recipe, packaged_recipes, recipe_reference
@@ -17,9 +15,9 @@ app.command(cache)
 
 @recipes.command(name="show")
 def recipe_show(
-    recipe: str = "demo",
+    recipe: RecipeName = "demo",
     *,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    set_: Overrides = None,
     common: Common = FLAGS,
 ) -> None:
     """Every key of a recipe, its value, its default and its meaning."""

@@ -1,6 +1,5 @@
 """Servers: start one, watch it, stop it."""
 
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +8,21 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from eyas.cli.app import FLAGS, TARGET, Common, Flat, TargetFlags, app, finish
+from eyas.cli.app import (
+    FLAGS,
+    TARGET,
+    Common,
+    Flat,
+    NamedTarget,
+    Overrides,
+    RecipeName,
+    TargetFlags,
+    Trust,
+    app,
+    finish,
+)
 from eyas.clients.chat import ServerChat
+from eyas.clients.openai import server_key
 from eyas.launch.arguments import split_words
 from eyas.pipeline.chat import Chat, Source, converse, said, typed
 from eyas.pipeline.plan import Plan
@@ -26,7 +38,7 @@ from eyas.pipeline.watch import (
     watch_once,
 )
 from eyas.progress import say
-from eyas.recipe import ChatSettings, load_recipe, recipe_of
+from eyas.recipe import ChatSettings, ServeSettings, load_recipe, recipe_of
 from eyas.shipped import chosen_draft
 
 Many = Parameter(negative="")
@@ -34,28 +46,35 @@ SERVER_DIED = 3
 BAD_INPUT = 2
 
 
+def of_setting(name: str) -> Parameter:
+    """A flag whose help is that of the recipe's key."""
+    return Parameter(help=ServeSettings.model_fields[name].description)
+
+
 @app.command(name="serve")
 def serve_command(
-    recipe: str | None = None,
+    recipe: Annotated[RecipeName | None, Parameter(help="A recipe whose [serve] section says what to start.")] = None,
     *,
-    engine: str | None = None,
-    target: str | None = None,
-    draft: str | None = None,
-    plain: bool = False,
-    python: str | None = None,
-    host: str | None = None,
-    port: int | None = None,
-    num_steps: int | None = None,
-    topk: int | None = None,
-    num_draft_tokens: int | None = None,
-    tensor_parallel: int | None = None,
-    engine_args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    trace: bool = False,
-    trust_remote_code: bool = False,
-    out: Path | None = None,
-    detach: bool = False,
-    force: bool = False,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    engine: Annotated[str | None, of_setting("engine")] = None,
+    target: NamedTarget = None,
+    draft: Annotated[str | None, of_setting("draft")] = None,
+    plain: Annotated[bool, of_setting("plain")] = False,
+    python: Annotated[str | None, of_setting("python")] = None,
+    host: Annotated[str | None, of_setting("host")] = None,
+    port: Annotated[int | None, of_setting("port")] = None,
+    num_steps: Annotated[int | None, of_setting("num_steps")] = None,
+    topk: Annotated[int | None, of_setting("topk")] = None,
+    num_draft_tokens: Annotated[int | None, of_setting("num_draft_tokens")] = None,
+    tensor_parallel: Annotated[int | None, of_setting("tensor_parallel")] = None,
+    engine_args: Annotated[str | None, of_setting("engine_args"), Parameter(allow_leading_hyphen=True)] = None,
+    trace: Annotated[bool, of_setting("trace")] = False,
+    trust_remote_code: Trust = False,
+    out: Annotated[
+        Path | None, Parameter(help="The folder of log and state; none means runs/NAME/serve, or serve-plain.")
+    ] = None,
+    detach: Annotated[bool, Parameter(help="Leave the server running once it is ready.")] = False,
+    force: Annotated[bool, Parameter(help="Start in spite of what preflight found.")] = False,
+    set_: Overrides = None,
     common: Common = FLAGS,
 ) -> None:
     """Start a server with its draft, and say in a second whether it is loading, stuck, dead or ready, and why.
@@ -94,14 +113,18 @@ def serve_command(
 
 @app.command
 def watch(
-    folder: Path | None = None,
+    folder: Annotated[
+        str | None, Parameter(help="The folder that `eyas serve` wrote, or the server's address.")
+    ] = None,
     *,
-    log: Path | None = None,
-    pid: int | None = None,
-    url: str | None = None,
-    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
-    once: bool = False,
-    draft: str | None = None,
+    log: Annotated[Path | None, Parameter(help="A file that the server's output goes, or went, to.")] = None,
+    pid: Annotated[int | None, Parameter(help="The server's process.")] = None,
+    url: Annotated[str | None, Parameter(help="Where it listens: http://127.0.0.1:8000.")] = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="", help="Every engine on this machine.")] = False,
+    once: Annotated[bool, Parameter(help="One look, and status 3 for crashed or stuck.")] = False,
+    draft: Annotated[
+        str | None, Parameter(help="The draft's folder, for the layers that a loading engine says it reads.")
+    ] = None,
     common: Common = FLAGS,
 ) -> int:
     """Is it loading, stuck, dead or ready, and why: a server of anybody's, by its folder, log, pid or url, or --all.
@@ -110,7 +133,7 @@ def watch(
     which layers it reads, they are held against the draft's own: the one it was started with, else --draft.
     """
 
-    found = None if all_ else find(folder, log, pid, url)
+    found = find(folder, log, pid, url, every=all_)
 
     def work() -> dict[str, Any]:
         if found is None:
@@ -126,8 +149,10 @@ def watch(
 @app.command(name="chat")
 def chat_command(
     *,
-    url: str | None = None,
-    prompt: Annotated[list[str] | None, Many] = None,
+    url: Annotated[str | None, Parameter(help="A server to talk to, instead of an engine in this process.")] = None,
+    prompt: Annotated[
+        list[str] | None, Many, Parameter(help="A turn to ask instead of reading lines; repeatable.")
+    ] = None,
     target: TargetFlags = TARGET,
     settings: Annotated[ChatSettings, Flat] = ChatSettings(),
     common: Common = FLAGS,
@@ -148,7 +173,7 @@ def chat_command(
                 "temperature": settings.temperature,
                 "top_p": settings.top_p,
             }
-            source: Source = ServerChat(url, asked, os.environ.get("EYAS_API_KEY"))
+            source: Source = ServerChat(url, asked, server_key())
         else:
             from eyas.pipeline.chat_engine import EngineChat
 
@@ -167,12 +192,14 @@ def chat_command(
 
 @app.command
 def stop(
-    folder: Annotated[list[Path] | None, Many] = None,
+    folder: Annotated[
+        list[str] | None, Many, Parameter(help="Folders that `eyas serve` wrote, or servers' addresses.")
+    ] = None,
     /,
     *,
-    pid: Annotated[list[int] | None, Many] = None,
-    url: Annotated[list[str] | None, Many] = None,
-    grace_s: float = 20.0,
+    pid: Annotated[list[int] | None, Many, Parameter(help="A server's process; may be repeated.")] = None,
+    url: Annotated[list[str] | None, Many, Parameter(help="Where a server listens; may be repeated.")] = None,
+    grace_s: Annotated[float, Parameter(help="Seconds between TERM and KILL.")] = 20.0,
     common: Common = FLAGS,
 ) -> int:
     """Stop a server's whole tree, then see that its port is free and its GPUs' memory is back.

@@ -10,12 +10,19 @@ from cyclopts import Parameter
 from eyas.cli.app import (
     FLAGS,
     TARGET,
+    Captures,
     Common,
     DraftPath,
     Flat,
     Integers,
     NamedDraft,
+    NamedTarget,
+    Out,
+    Overrides,
+    RecipeName,
+    Responses,
     TargetFlags,
+    Trust,
     app,
     finish,
     staged,
@@ -43,7 +50,7 @@ from eyas.shipped import chosen_draft
 
 @app.command
 def prompts(
-    *, out: Path, settings: Annotated[PromptsSettings, Flat] = PromptsSettings(), common: Common = FLAGS
+    *, out: Out, settings: Annotated[PromptsSettings, Flat] = PromptsSettings(), common: Common = FLAGS
 ) -> None:
     """Make prompts, from a JSONL file or the built-in bank."""
     plan = Plan("prompts", [settings.source], [out], settings)
@@ -53,8 +60,8 @@ def prompts(
 @app.command
 def respond(
     *,
-    prompts: Path,
-    out: Path,
+    prompts: Annotated[Path, Parameter(help="The folder that `eyas prompts` wrote.")],
+    out: Out,
     target: TargetFlags = TARGET,
     settings: Annotated[RespondSettings, Flat] = RespondSettings(),
     common: Common = FLAGS,
@@ -72,8 +79,8 @@ def respond(
 @app.command
 def capture(
     *,
-    responses: Path,
-    out: Path,
+    responses: Responses,
+    out: Out,
     target: TargetFlags = TARGET,
     settings: Annotated[CaptureSettings, Flat] = CaptureSettings(),
     common: Common = FLAGS,
@@ -91,9 +98,11 @@ def capture(
 @app.command
 def train(
     *,
-    captures: Path | None = None,
-    responses: Path | None = None,
-    out: Path,
+    captures: Captures | None = None,
+    responses: Annotated[
+        Responses | None, Parameter(help="Instead of captures: answers, the target run beside.")
+    ] = None,
+    out: Out,
     target: TargetFlags = TARGET,
     draft: Annotated[DraftSettings, Parameter(name="draft")] = DraftSettings(),
     capture: Annotated[CaptureSettings, Parameter(name="capture")] = CaptureSettings(),
@@ -127,9 +136,9 @@ def train(
 def evaluate(
     *,
     draft: NamedDraft,
-    captures: Path,
+    captures: Captures,
     target: TargetFlags = TARGET,
-    split: str = "heldout",
+    split: Annotated[str, Parameter(help="Which samples: heldout, train or all.")] = "heldout",
     settings: Annotated[EvaluateSettings, Flat] = EvaluateSettings(),
     common: Common = FLAGS,
 ) -> None:
@@ -147,11 +156,13 @@ def evaluate(
 def export(
     *,
     draft: NamedDraft,
-    out: Path,
-    for_: Annotated[str, Parameter(name="--for")] = "sglang,vllm",
-    target: str | None = None,
-    boundaries: Integers = None,
-    trust_remote_code: bool = False,
+    out: Out,
+    for_: Annotated[
+        str, Parameter(name="--for", help="The engines, with commas; releases too: sglang@0.5.12.")
+    ] = "sglang,vllm",
+    target: Annotated[NamedTarget, Parameter(help="Of a draft made elsewhere: its target.")] = None,
+    boundaries: Annotated[Integers, Parameter(help="Of a draft made elsewhere: its taps, as 2,15,27.")] = None,
+    trust_remote_code: Trust = False,
     common: Common = FLAGS,
 ) -> None:
     """Write one folder that the engines load right, or refuse and say why.
@@ -174,7 +185,7 @@ def export(
 def bench(
     *,
     draft: DraftPath = None,
-    plain: bool = False,
+    plain: Annotated[bool, Parameter(help="Without a draft: n-grams alone, of --ngram.")] = False,
     target: TargetFlags = TARGET,
     settings: Annotated[BenchSettings, Flat] = BenchSettings(),
     common: Common = FLAGS,
@@ -199,10 +210,10 @@ def bench(
 
 @app.command
 def run(
-    recipe: str,
+    recipe: RecipeName,
     *,
-    out: Path | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    out: Annotated[Path | None, Parameter(help="The run's folder; none means runs/NAME.")] = None,
+    set_: Overrides = None,
     common: Common = FLAGS,
 ) -> int:
     """Every stage of a recipe in order, skipping what is done."""

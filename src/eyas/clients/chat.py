@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.clients.acceptance import from_histogram
-from eyas.clients.health import engine_of
 from eyas.clients.openai import OpenAI
 
 
@@ -69,8 +68,8 @@ class ServerChat:
 
     def __init__(self, url: str, settings: dict[str, Any], key: str | None = None) -> None:
         self.server = OpenAI(url, key=key)
-        self.name = f"{self.server.model} at {url}"
-        tells = engine_of(url) == "embedded"
+        self.name = f"{self.server.model} at {self.server.url}"
+        tells = self.server.engine == "embedded"
         # Other servers may refuse what they do not know.
         self.settings = settings | ({"mark_accepted": True} if tells else {})
         self.no_marks = None if tells else "the server does not say which tokens were drafted"

@@ -125,10 +125,17 @@ def probe(url: str, timeout_s: float = TIMEOUT_S) -> Health:
         prober.close()
 
 
-def engine_of(url: str) -> str | None:
+def engine_of(url: str, key: str | None = None) -> str | None:
     """Which engine answers: sglang, vllm, embedded; None where it does not say. Generates nothing."""
     with client(url) as http:
+        if key is not None:
+            http.headers["Authorization"] = f"Bearer {key}"
         models = get_json(http, "/v1/models").get("data")
+    return engine_of_models(models)
+
+
+def engine_of_models(models: object) -> str | None:
+    """The same, from what /v1/models lists under `data`."""
     first = models[0] if isinstance(models, list) and models else None
     owner = first.get("owned_by") if isinstance(first, dict) else None
     return ENGINES_BY_OWNER.get(owner) if isinstance(owner, str) else None

@@ -167,6 +167,11 @@ def embedded_launch(words: Sequence[str]) -> Launch:
     """The embedded server's own arguments, as parse_launch reads the engines'."""
     pairs = _pairs(words)
     found = {name: _value(flag, name, value) for flag, value in pairs if (name := EMBEDDED_FLAGS.get(flag)) is not None}
+    sources = ["draft"] if found.get("draft") else []
+    longest = dict(pairs).get("--ngram") or "0"
+    sources += [f"n-grams of {longest}"] if longest != "0" else []
+    if sources:
+        found["algorithm"] = " and ".join(sources)
     return Launch(engine=Engine("embedded", ""), flags=tuple(flag for flag, _ in pairs), **found)
 
 

@@ -5,10 +5,10 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 
+from eyas.clients.address import address
 from eyas.errors import InputError
 from eyas.launch.arguments import PORTS
 from eyas.launch.evidence import port_of
@@ -76,18 +76,12 @@ def of_pid(pid: int) -> Found:
 
 
 def of_url(url: str) -> Found:
-    """Whoever serves `url`, as far as this machine shows it."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.hostname is None or port is None or parts.scheme not in ("http", "https"):
-        raise InputError(wanted="a server's address", got=url, where="--url", next="--url http://127.0.0.1:8000")
-    base = f"{parts.scheme}://{parts.netloc}"
-    if parts.hostname not in LOCAL:
+    """Whoever serves `url`, as far as this machine shows it. Raises InputError for what is no address."""
+    place = address(url)
+    base = place.base
+    if place.host not in LOCAL:
         return Found(url=base)
-    holder = port_of(port, ()).pid
+    holder = port_of(place.port, ()).pid
     if holder is None:
         return Found(url=base)
     found = of_pid(root_of(holder))

@@ -18,6 +18,7 @@ from eyas.launch.evidence import Evidence, Processes
 from eyas.launch.history import Expectation, PhaseTime
 from eyas.launch.log_state import LogState
 from eyas.launch.movement import PROBE_LINE, Mark
+from eyas.launch.phases import ORDERS
 
 State = Literal["starting", "loading", "warming", "ready", "stuck", "crashed", "stopped", "unknown"]
 IDLE_S = 120.0
@@ -160,7 +161,7 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
     if state == "ready":  # a word in a log: believed once the port answers, or where no port is known to ask
         if seen.health is None and seen.port is None:
             return _status(memory, seen, log, "ready", "ready", notes=notes)
-        state, phase = "warming", "warmup"
+        state, phase = "warming", _last_phase(log)
         if seen.health is not None:
             notes = (*notes, f"the log says ready, {seen.health.words} does not")
     elif state == "crashed":
@@ -186,6 +187,11 @@ def _starting(memory: Memory, seen: Evidence, log: LogState, expected: Expectati
     moving = movement.words(memory.recent[0], memory.recent[-1])
     source = expected.says(phase or "args")
     return replace(status, eta_s=whole, phase_eta_s=left, eta_source=source, rate=rate, moving=moving)
+
+
+def _last_phase(log: LogState) -> str:
+    """What a start does last, before its port answers: each engine in its own order."""
+    return "warmup" if log.engine is None else ORDERS[log.engine][-2]
 
 
 def _no_start(health: Health) -> bool:

@@ -28,19 +28,20 @@ def check_url(
     evaluate: Path | None = None,
     send: int = 0,
     prompts: Path | None = None,
+    key: str | None = None,
 ) -> dict[str, Any]:
     """Returns `verdict`, `checks`, `findings`, and `acceptance`.
 
     `evaluate`: what acceptance is held against; None: the evaluation beside the draft's folder. `send`: so many
     prompts (of `prompts`, else the built-in test set) are asked greedily and only their rounds counted; 0: the rounds
-    since the server's start. Raises InputError where nobody answers.
+    since the server's start. `key`: the server's, where it wants one. Raises InputError where nobody answers.
     """
     found = of_url(url)
     assert found.url is not None, "of_url gives the address"
     health = probe(found.url)
     if health.status is None:
         raise InputError(wanted="a running server", got=str(health.error), where=found.url, next="eyas watch --all")
-    name = found.engine or engine_of(found.url)
+    name = found.engine or engine_of(found.url, key)
     info = _json(found.url, "/server_info")
     engine = _spelled(found, name, info)
     launch = _launch(found, engine, info)
@@ -53,7 +54,7 @@ def check_url(
         check_arguments(launch, draft, target),
         *check_folder(draft, engine, target),
     ]
-    served = _acceptance(found.url, send, prompts)
+    served = _acceptance(found.url, send, prompts, key)
     beside = promise_beside(draft) if draft is not None and evaluate is None else evaluate
     promise = None if beside is None else read_promise(beside)
     suspects = [one for check in checks for one in check.findings]
@@ -107,20 +108,20 @@ def _launch(found: Found, engine: str | None, info: dict[str, Any]) -> Launch | 
     return parse_launch(engine, shlex.join(told)) if told else None
 
 
-def _acceptance(url: str, send: int, prompts: Path | None) -> Acceptance | None:
+def _acceptance(url: str, send: int, prompts: Path | None, key: str | None) -> Acceptance | None:
     before = read_counters(url, time.time()) if send else None
     if send:
-        _ask(url, send, prompts)
+        _ask(url, send, prompts, key)
     counters = read_counters(url, time.time())
     return None if counters is None else counters.since(before)
 
 
-def _ask(url: str, send: int, prompts: Path | None) -> None:
+def _ask(url: str, send: int, prompts: Path | None, key: str | None) -> None:
     """Greedy answers to `send` prompts, one at a time."""
     rows = read_prompts(prompts) if prompts is not None else load_test_set()
     asked = [row for row in rows if row.get("split") == "heldout"] or rows
     chosen = asked[:: max(len(asked) // send, 1)][:send]
-    with OpenAI(url) as server, Progress("check: asking", len(chosen), "prompts") as bar:
+    with OpenAI(url, key=key) as server, Progress("check: asking", len(chosen), "prompts") as bar:
         for prompt in chosen:
             server.chat([one for one in prompt["messages"] if one["role"] != "assistant"], max_tokens=SENT_TOKENS)
             bar.advance(1)

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group
 from rich.live import Live
 
+from eyas.clients.address import is_address
 from eyas.errors import InputError
 from eyas.launch.evidence import stack
 from eyas.launch.find import Found, all_servers, of_folder, of_pid, of_url
@@ -24,16 +25,30 @@ from eyas.pipeline.serve import ENDED, live_words
 from eyas.pipeline.watch_view import Screen, panel, taps_words
 from eyas.progress import console, say
 
+T = TypeVar("T")
 FAILED = ("crashed", "stuck")
 
 
-def find(folder: Path | None = None, log: Path | None = None, pid: int | None = None, url: str | None = None) -> Found:
-    """What the person named, completed by what this machine shows; what was named stands.
+def find(
+    place: str | None = None,
+    log: Path | None = None,
+    pid: int | None = None,
+    url: str | None = None,
+    every: bool = False,
+) -> Found | None:
+    """What the person named, completed by what this machine shows; what was named stands. None: every server.
 
-    Raises InputError where nothing is named, or it is not there.
+    `place`: a serve folder, or a server's address. Raises InputError where nothing is named, two servers are, or it is
+    not there.
     """
-    if folder is not None:
-        found = of_folder(folder)
+    if every:
+        _only("eyas watch", all=True, folder=place, log=log, pid=pid, url=url)
+        return None
+    if place is not None and _is_url(place):
+        place, url = None, _only("eyas watch", address=place, url=url)
+    if place is not None:
+        _only("eyas watch", folder=place, pid=pid, url=url)
+        found = of_folder(Path(place))
     elif pid is not None:
         found = of_pid(pid)
     elif url is not None:
@@ -44,12 +59,25 @@ def find(folder: Path | None = None, log: Path | None = None, pid: int | None = 
     else:
         raise InputError(
             wanted="a server to watch",
-            got="neither folder, --log, --pid nor --url",
+            got="neither folder, address, --log, --pid nor --url",
             where="eyas watch",
             next="eyas watch --all, or eyas watch --log FILE",
         )
     base = found.url if url is None else of_url(url).url
     return Found(found.pid, found.created, found.engine, base, log or found.log, found.folder, found.server)
+
+
+def _is_url(place: str) -> bool:
+    return is_address(place) and not Path(place).exists()
+
+
+def _only(command: str, **named: T | None) -> T:
+    """The one thing that is named. Raises InputError for two."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        words = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise InputError(wanted="one server", got=words, where=command, next=f"one of them: {command} --help")
+    return next(iter(given.values()))
 
 
 def expectation(found: Found) -> Expectation:
@@ -172,14 +200,15 @@ def failed(result: dict[str, Any]) -> bool:
     return any(one["state"] in FAILED for one in result.get("servers", [result]))
 
 
-def targets(folders: Sequence[Path], pids: Sequence[int], urls: Sequence[str]) -> list[Doomed]:
-    """What to stop: what was named, else the one server that this folder's runs hold.
+def targets(places: Sequence[str], pids: Sequence[int], urls: Sequence[str]) -> list[Doomed]:
+    """What to stop: what was named (`places`: serve folders and addresses), else the one server that this folder's runs
+    hold.
 
     Raises InputError where a name is nobody's, or nothing is named and not exactly one server runs.
     """
-    named = [Doomed.of(read_server(folder)) for folder in folders]
+    named = [Doomed.of(read_server(Path(place))) for place in places if not _is_url(place)]
     named += [_by_id(pid) for pid in pids]
-    for url in urls:
+    for url in (*urls, *(place for place in places if _is_url(place))):
         found = of_url(url)
         if found.pid is None:
             raise InputError(

@@ -57,7 +57,7 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
             wanted="a recipe file or a packaged recipe",
             got=f"{name!r}{did_you_mean(name, packaged_recipes())}",
             where="the command line",
-            next=f"eyas run {packaged_recipes()[0]}",
+            next="eyas recipe list",
         )
     try:
         values = tomllib.loads(text)
