@@ -1,6 +1,5 @@
 """`auto` takes the precision that the engine's own products are faster in, on the path that the engine takes."""
 
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ from eyas.engine.native import Matrix
 from eyas.engine.native_build import load_native
 from eyas.engine.precision import engine_dtype, load_to_decode, products_of
 from eyas.engine.server import start
+from eyas.engine.server.arguments import parse
 from eyas.models.target import load_target
 from eyas.pipeline import chat_engine
 from eyas.recipe import ChatSettings, TargetSettings
@@ -75,9 +75,7 @@ def test_chat_and_server_decode_in_the_engines_choice(
     chat = chat_engine.EngineChat(TargetSettings(name=str(tiny_target)), ChatSettings())
     assert chat.target.dtype is chosen and chat.engine.forward.cache.dtype is chosen
     chat.close()
-    words = Namespace(target=str(tiny_target), draft=None, dtype="auto", trust_remote_code=False, num_steps=3, topk=1)
-    words.num_draft_tokens, words.stop_below, words.ngram, words.fixed_depth = None, 0.0, 0, False
-    engine = start.load(words)
+    engine = start.load(parse(["--target", str(tiny_target)]))
     assert engine.target.dtype is chosen
     engine.close()
 

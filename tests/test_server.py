@@ -488,7 +488,7 @@ def test_a_port_that_is_taken_is_found_before_weights_are_loaded(target: Path, s
     done = subprocess.run(
         [sys.executable, "-m", "eyas.engine.server", *words], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1 and "failed=port_busy" in done.stderr and "phase=weights" not in done.stderr
+    assert done.returncode == 2 and "failed=port_busy" in done.stderr and "phase=weights" not in done.stderr
 
 
 def test_an_end_that_cannot_wait_tells_its_clients(target: Path) -> None:

@@ -1,7 +1,7 @@
 """Which of a failing server's lines explains: the first root, not the last line."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eyas.launch.causes import TABLE, UNEXPLAINED, UNEXPLAINED_ADVICE, Cause
 from eyas.launch.lines import shown
@@ -48,11 +48,12 @@ def exception_clue(order: int, tight: bool, evidence: str, frame: str) -> Clue:
 
 def own_clue(order: int, code: str, evidence: str) -> Clue:
     """The line with which our own server ends: it names the code itself, and where it can what to type."""
+    _, told, said = evidence.rpartition("; next: ")
     if code in ("", UNEXPLAINED):
-        return exception_clue(order, True, evidence, "")
-    _, _, said = evidence.rpartition("; next: ")
+        found = exception_clue(order, True, evidence, "")
+        return replace(found, advice=said) if told else found
     known = (row.advice for row in TABLE if row.code == code and "{" not in row.advice)
-    advice = said if "; next: " in evidence else next(known, UNEXPLAINED_ADVICE)
+    advice = said if told else next(known, UNEXPLAINED_ADVICE)
     return Clue(order, code, advice, "root", True, evidence)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,14 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from eyas.engine.batching import Scheduler
-from eyas.engine.generate import Engine
 from eyas.engine.server.app import make_app
 from eyas.engine.server.arguments import parse
 from eyas.engine.server.http import Connection
 from eyas.engine.server.service import Limits, Service
-from eyas.engine.server.start import start
+from eyas.engine.server.start import check_cache_rows, context_for, start
 from eyas.engine.server.worker import Call, Worker
-from eyas.errors import EyasError
+from eyas.errors import EyasError, InputError
 from eyas.launch.own_lines import failed_line, phase_line, ready_line, stopped_line
 from eyas.progress import say
 
@@ -39,26 +39,32 @@ class Server(uvicorn.Server):
 
 
 def main(words: Sequence[str]) -> int:
-    arguments = parse(words)
-    say(phase_line("args"))
     try:
-        return run(arguments)
-    except EyasError as error:
-        say(failed_line(error.code or "unexplained", f"wanted {error.wanted}; got {error.got}; next: {error.next}"))
-        return 1
-
-
-def run(arguments: Namespace) -> int:
-    """Load, then serve. Raises EyasError for what cannot be loaded."""
-    try:
+        arguments = parse(words)
+        check_cache_rows(arguments)
+        say(phase_line("args"))
         listener = bind(arguments.host, arguments.port)
-    except OSError as error:
-        say(failed_line("port_busy", f"{arguments.host}:{arguments.port}: {error.strerror}"))
-        return 1
+    except EyasError as error:
+        return failed(error, "wrong_flag")
+    try:
+        return run(arguments, listener)
+    except EyasError as error:
+        return failed(error, "unexplained")
+
+
+def failed(error: EyasError, cause: str) -> int:
+    """Say why, as launch/own_lines has it; the process's status."""
+    say(failed_line(error.code or cause, str(error)))
+    return error.exit_code
+
+
+def run(arguments: Namespace, listener: socket.socket) -> int:
+    """Load, then serve. Raises EyasError for what cannot be loaded."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_loading)
     with listener, ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
         scheduler = thread.submit(start, arguments).result()
+        listen(listener)
         why = asyncio.run(serve(arguments, scheduler, thread, listener))
         thread.submit(scheduler.engine.close).result()
     if why is None:
@@ -68,16 +74,50 @@ def run(arguments: Namespace) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has its port and does not listen yet: who connects is refused until the start is complete."""
+    """A socket that has its port and does not listen yet: who connects is refused until the start is complete.
+
+    Alone, where it can: with SO_REUSEADDR a second server could take the same port while neither listens. That is only
+    for a port on which a last server's connections have not run out. Raises InputError for a port or address that
+    cannot be had.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError:
+        try:
+            listener.bind((host, port))
+        except OSError:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except OSError as error:
         listener.close()
-        raise
+        if error.errno == errno.EADDRINUSE:
+            raise taken(host, port) from error
+        raise InputError(
+            wanted="an address of this machine, and a port that may be listened on",
+            got=f"{host_words(host)}:{port}: {error.strerror}",
+            where="--host, --port",
+            next="--host 127.0.0.1 --port 8000",
+        ) from error
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Raises InputError where another server was faster on a port that neither had alone."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections are not to keep the next one out
+    try:
+        listener.listen()
+    except OSError as error:
+        raise taken(*listener.getsockname()[:2]) from error
+
+
+def taken(host: str, port: int) -> InputError:
+    return InputError(
+        wanted="a free port",
+        got=f"{host_words(host)}:{port}, which is taken",
+        where="--port",
+        next=f"--port {port + 1 if port < 65535 else 8000}, or stop what holds it: ss -ltnp",
+        code="port_busy",
+    )
 
 
 def _stop_loading(number: int, frame: object) -> None:
@@ -100,7 +140,7 @@ async def serve(
         loop.call_soon_threadsafe(_all, left)
 
     worker = Worker(scheduler, thread, failed, hand_over)
-    service = make_service(arguments, scheduler.engine, worker)
+    service = make_service(arguments, scheduler, worker)
     worker.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, ended, signal.Signals(number).name)
@@ -137,21 +177,22 @@ async def drain(service: Service, grace_s: float) -> None:
     service.worker.cancel_all()
 
 
-def make_service(arguments: Namespace, engine: Engine, worker: Worker) -> Service:
+def make_service(arguments: Namespace, scheduler: Scheduler, worker: Worker) -> Service:
     limits = Limits(
         body_bytes=arguments.max_body,
         output_tokens=arguments.max_output,
         waiting=arguments.max_waiting,
         running=arguments.max_running,
     )
+    engine = scheduler.engine
     return Service(
         target=engine.target,
         name=arguments.served_model_name or arguments.target,
         worker=worker,
         limits=limits,
         num_steps=engine.num_steps if engine.proposer is not None else 0,
-        context=arguments.max_model_len,
-        api_key=arguments.api_key or None,
+        context=context_for(scheduler, arguments.max_model_len),
+        api_key=arguments.api_key,
     )
 
 
