@@ -9,7 +9,7 @@ import torch
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.measure.bench import bench
-from eyas.measure.prompts import BenchPrompt, conversations, spread
+from eyas.measure.prompts import BenchPrompt, bench_prompts, conversations, spread
 from eyas.measure.stats import Timing, accept_length, choose_num_steps, predict, rates, speedup, survival
 from eyas.models.checkpoint import make_info, save_draft
 from eyas.models.draft import Draft
@@ -155,6 +155,12 @@ def test_a_bench_refuses_a_draft_of_another_target(draft_folder: Path, tmp_path:
     with pytest.raises(InputError) as caught:
         bench(TargetSettings(name=str(other)), draft_folder, SMALL)
     assert str(draft_folder) in caught.value.where
+
+
+def test_a_file_without_a_prompt_is_not_called_too_long(target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match="wanted a prompt; got none"):
+        bench_prompts(str(tmp_path / "empty.jsonl"), load_target(str(target_folder)), 3, 8)
 
 
 def test_prompts_longer_than_the_context_are_refused(target_folder: Path, draft_folder: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from eyas.cli.program import main
 from eyas.clients.chat import Part, Stats, parts_of
 from eyas.errors import InputError
-from eyas.pipeline.chat import Chat, converse
+from eyas.pipeline.chat import Chat, asked_of_server, converse
 from eyas.pipeline.chat_engine import EngineChat
 from eyas.recipe import ChatSettings, TargetSettings
 
@@ -127,6 +127,17 @@ def test_a_plain_chat_drafts_nothing(tiny_target: Path) -> None:
     chat = EngineChat(TargetSettings(name=str(tiny_target)), settings)
     stats = [one for one in chat.answer([{"role": "user", "content": "hello"}]) if isinstance(one, Stats)]
     assert stats[0].rounds is None and chat.engine.proposer is None and chat.no_marks == "nothing is drafted"
+
+
+def test_a_server_is_asked_with_what_was_set_and_no_more() -> None:
+    name = TargetSettings().name
+    basic = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.95}
+    assert asked_of_server(ChatSettings(), name) == basic
+    assert asked_of_server(ChatSettings(top_k=5, seed=1, top_p=1.0), name) == basic | {
+        "top_k": 5,
+        "seed": 1,
+        "top_p": 1.0,
+    }
 
 
 def test_a_status_line_leaves_out_what_nobody_told() -> None:

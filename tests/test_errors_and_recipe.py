@@ -64,8 +64,9 @@ def test_overrides_take_toml_and_python_spellings() -> None:
 def test_a_recipe_file_with_bad_toml_or_no_file_is_named(tmp_path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text("[train\nepochs = 1")
-    with pytest.raises(InputError, match=r"bad\.toml"):
-        load_recipe(str(bad))
+    for typed in (str(bad), bad):
+        with pytest.raises(InputError, match=r"bad\.toml"):
+            load_recipe(typed)
     bad.write_bytes(b"name = '\xff'")
     with pytest.raises(InputError, match="UTF-8"):
         load_recipe(str(bad))

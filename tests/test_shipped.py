@@ -170,6 +170,8 @@ def test_it_is_the_default_on_its_target_alone_and_said(
     assert chosen_draft("d", False, DEFAULT) == (Path("d"), None)
     assert chosen_draft(None, True, DEFAULT) == (None, None)
     assert chosen_draft(None, False, "other") == (None, None)
+    with pytest.raises(InputError, match="both, with d"):
+        chosen_draft("d", True, DEFAULT)
     for command in ("bench", "chat"):
         reads = [json.loads(run(capsys, command, *more, "--plan", "--json")[1])["reads"] for more in ((), ("--plain",))]
         assert str(held) in reads[0] and str(held) not in reads[1]

@@ -24,7 +24,7 @@ from eyas.cli.app import (
 from eyas.clients.chat import ServerChat
 from eyas.clients.openai import server_key
 from eyas.launch.arguments import split_words
-from eyas.pipeline.chat import Chat, Source, converse, said, typed
+from eyas.pipeline.chat import Chat, Source, asked_of_server, converse, said, typed
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.serve import prepare, serve, to_convert
 from eyas.pipeline.watch import (
@@ -164,16 +164,12 @@ def chat_command(
     """
 
     asked_for = None if prompt is None else said(prompt)
-    chosen, words = chosen_draft(settings.draft, settings.plain or url is not None, target.target)
+    request = {} if url is None else asked_of_server(settings, target.target)
+    chosen, words = (None, None) if url is not None else chosen_draft(settings.draft, settings.plain, target.target)
 
     def work() -> dict[str, Any]:
         if url is not None:
-            asked = {
-                "max_tokens": settings.max_new_tokens,
-                "temperature": settings.temperature,
-                "top_p": settings.top_p,
-            }
-            source: Source = ServerChat(url, asked, server_key())
+            source: Source = ServerChat(url, request, server_key())
         else:
             from eyas.pipeline.chat_engine import EngineChat
 

@@ -29,7 +29,7 @@ from eyas.data.responses import (
 from eyas.data.samples import render
 from eyas.errors import InputError
 from eyas.models.target import Target
-from eyas.recipe import RespondSettings, TargetSettings
+from eyas.recipe import RespondSettings, TargetSettings, validate
 from eyas.run import JSON, Manifest, check_same, hash_bytes, hash_file, is_complete, read_manifest, write_atomic
 from eyas.stage import PROGRESS, Stage, begin, check_file
 
@@ -268,7 +268,8 @@ def _begun(folder: Path, target: Target | None) -> tuple[JSON, JSON, dict[str, s
     state = json.loads(path.read_text())
     named = state["settings"]["target"]["name"]
     check_same("target", target.identity.name, Path(named).name, folder, f"--target {named}", "target_revision")
-    settings = RespondSettings(**{key: value for key, value in state["settings"].items() if key != "target"})
+    told = {key: value for key, value in state["settings"].items() if key != "target"}
+    settings = validate(RespondSettings, told, str(path))
     dtype = state["decided"].get("precision")
     return answer_facts(target, settings) | {"dtype": dtype}, state["settings"], {}
 

@@ -25,6 +25,7 @@ from eyas.models.target import DTYPES, Target, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import BenchSettings, TargetSettings
 from eyas.run import machine, versions
+from eyas.shipped import default_draft
 
 JSON = dict[str, Any]
 Loaded = tuple[Target, Draft | None]
@@ -66,7 +67,7 @@ def bench(
     InputError for prompts, targets or drafts that cannot be used, and where there is nothing to draft with.
     """
     if draft is None and not settings.ngram:
-        raise InputError(wanted="a draft, or n-gram drafting", got="neither", where="bench", next="--draft DRAFT")
+        raise nothing_drafts(target.name)
     if draft is not None:
         look_at(draft)
     load = _loader(target, draft)
@@ -118,6 +119,17 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def nothing_drafts(target: str) -> InputError:
+    shipped, _ = default_draft(target)
+    others = "--draft DRAFT" if shipped is None else "without --plain, by the draft that comes with Eyas"
+    return InputError(
+        wanted="a draft, or n-gram drafting",
+        got="neither: plain decoding would be compared with itself",
+        where="bench",
+        next=f"--ngram 3; or {others}",
+    )
 
 
 def choose(

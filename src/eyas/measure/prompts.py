@@ -29,6 +29,8 @@ def bench_prompts(source: str, target: Target, limit: int | None, room: int) -> 
     rendered = [
         BenchPrompt(name, tuple(render(target.tokenizer, messages).ids)) for name, messages in conversations(source)
     ]
+    if not rendered:
+        raise InputError(wanted="a prompt", got="none", where=source, next="--prompts test, or a file that holds some")
     fitting = [prompt for prompt in rendered if len(prompt.ids) + room <= target.context_length]
     if not fitting:
         raise InputError(

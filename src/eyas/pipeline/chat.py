@@ -13,7 +13,8 @@ from rich.console import Console
 from eyas.clients.chat import Part, Stats
 from eyas.errors import InputError
 from eyas.progress import say
-from eyas.recipe import ChatSettings
+from eyas.recipe import ChatSettings, TargetSettings
+from eyas.settings import SamplingSettings
 
 Message = dict[str, str]
 HELP = "/new forgets the conversation, /marks underlines accepted draft tokens, /system TEXT, /quit (or Ctrl-D)"
@@ -134,6 +135,30 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
     if refused and not chat.patient:
         result["error"] = {part: told for part, told in refused[0].items() if part != "user"}
     return result
+
+
+OF_AN_ENGINE = ("draft", "plain", "precision", "num_steps", "ngram")
+
+
+def asked_of_server(settings: ChatSettings, target: str) -> dict[str, Any]:
+    """What a request to a server says: OpenAI's fields, and of the others those that were set.
+
+    Raises InputError for settings of an engine in this process.
+    """
+    fields = ChatSettings.model_fields
+    own = [f"--{name.replace('_', '-')}" for name in OF_AN_ENGINE if getattr(settings, name) != fields[name].default]
+    own += ["--target"] if target != TargetSettings().name else []
+    if own:
+        raise InputError(
+            wanted="an engine in this process, or --url",
+            got=f"--url and {', '.join(own)}",
+            where="the command line",
+            next=f"without {' and '.join(own)}: the server was started with its own",
+        )
+    more = {name: getattr(settings, name) for name in SamplingSettings.model_fields}
+    more = {name: value for name, value in more.items() if value != fields[name].default}
+    basic = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature, "top_p": settings.top_p}
+    return more | basic
 
 
 def say_marks(chat: Chat, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,12 +41,12 @@ def packaged_recipes() -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
-def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from a TOML file or a packaged name, with `section.key=value` overrides laid over it.
 
     Raises InputError for a missing file, bad TOML, an unknown key (naming the nearest known one) or a bad value.
     """
-    path = Path(name)
+    name, path = str(recipe), Path(recipe)
     if path.suffix == ".toml" or path.is_file():
         if not path.is_file():
             raise InputError(wanted="a recipe file", got="no such file", where=name, next="eyas recipe list")
@@ -68,7 +69,7 @@ def load_recipe(name: str, overrides: tuple[str, ...] = ()) -> Recipe:
     return validate(Recipe, values, where)
 
 
-def recipe_of(overrides: tuple[str, ...]) -> Recipe:
+def recipe_of(overrides: Sequence[str]) -> Recipe:
     """A recipe of defaults with `section.key=value` laid over them."""
     values: dict[str, Any] = {}
     for override in overrides:

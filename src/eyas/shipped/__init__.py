@@ -126,7 +126,17 @@ def default_draft(target: str) -> tuple[Path | None, str | None]:
 
 
 def chosen_draft(given: str | Path | None, plain: bool, target: str) -> tuple[Path | None, str | None]:
-    """(the draft to use, what to say of it): none under `plain`, else the one given, else the target's default."""
+    """(the draft to use, what to say of it): none under `plain`, else the one given, else the target's default.
+
+    Raises InputError for a draft given under `plain`.
+    """
+    if plain and given is not None:
+        raise InputError(
+            wanted="--plain or --draft",
+            got=f"both, with {given}",
+            where="the command line",
+            next="leave one of them out",
+        )
     if plain:
         return None, None
     return default_draft(target) if given is None else (draft_folder(given), None)
