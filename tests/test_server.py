@@ -28,7 +28,7 @@ from eyas.clients.health import engine_of, probe
 from eyas.clients.metrics import parse_metrics
 from eyas.engine.server.app import make_app, parsed
 from eyas.engine.server.errors import ApiError
-from eyas.engine.server.protocol import CompletionRequest
+from eyas.engine.server.protocol import ChatRequest, CompletionRequest
 from eyas.engine.server.service import Service
 from eyas.launch.log_state import read_log
 from eyas.models.target import load_target
@@ -328,10 +328,19 @@ def test_chat_talks_to_it_with_marks(served: Served) -> None:
         ("chat/completions", {"messages": HELLO, "temprature": 0}, 400, "unknown_parameter", "temprature"),
         ("chat/completions", {"messages": HELLO, "temperature": "0"}, 400, "invalid_value", "temperature"),
         ("chat/completions", {"messages": HELLO, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
-        ("chat/completions", {"messages": HELLO, **TWO_LIMITS}, 400, "invalid_value", None),
-        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "invalid_value", None),
-        ("chat/completions", {"messages": HELLO, "stream_options": {}}, 400, "invalid_value", None),
-        ("chat/completions", {"messages": HELLO, "logit_bias": {"259": 1}}, 400, None, "logit_bias"),
+        ("chat/completions", {"messages": HELLO, **TWO_LIMITS}, 400, "invalid_value", "max_tokens"),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
+        ("chat/completions", {"messages": HELLO, "stream_options": {}}, 400, "invalid_value", "stream_options"),
+        ("chat/completions", {"messages": HELLO, "logit_bias": {"259": 1}}, 400, "invalid_value", "logit_bias"),
+        ("chat/completions", {"messages": HELLO, "stop_token_ids": [2, 259]}, 400, "invalid_value", "stop_token_ids"),
+        ("chat/completions", {"messages": HELLO, "reasoning_effort": "low"}, 400, NOT_SERVED, "reasoning_effort"),
+        ("chat/completions", {"messages": HELLO, "n": 7}, 400, "too_many_texts", "n"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 901}, 400, "invalid_value", "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 901}, 400, "invalid_value", "max_tokens"),
+        ("completions", {"prompt": "a" * 200, "max_tokens": 825}, 400, "context_length_exceeded", "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ("completions", {"prompt": ["a"] * 4, "n": 2}, 400, "too_many_texts", "n"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, NOT_SERVED, "suffix"),
         ("chat/completions", {"messages": HELLO, "tools": [TOOL]}, 400, NOT_SERVED, "tools"),
         ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, NOT_SERVED, "tool_choice"),
         ("chat/completions", {"messages": HELLO, "functions": [TOOL]}, 400, NOT_SERVED, "functions"),
@@ -342,15 +351,15 @@ def test_chat_talks_to_it_with_marks(served: Served) -> None:
         ("chat/completions", {"messages": HELLO, "stop": ["a", ""]}, 400, "invalid_value", "stop.1"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json", None),
         ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "invalid_value", "temperature"),
-        ("chat/completions", {"messages": HELLO, **TWO_WAYS}, 400, "invalid_value", None),
+        ("chat/completions", {"messages": HELLO, **TWO_WAYS}, 400, "invalid_value", "continue_final_message"),
         ("chat/completions", {"messages": HELLO, "chat_template_kwargs": TEMPLATE}, 400, "invalid_value", "chat_te"),
         ("chat/completions", {"messages": HELLO, "n": 17}, 400, "invalid_value", "n"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "invalid_value", None),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, NOT_SERVED, "echo"),
         ("completions", {"prompt": [[1], ["a"]]}, 400, "invalid_value", "prompt.1.0"),
         ("chat/completions", {"messages": LONG}, 400, "context_length_exceeded", "prompt"),
-        ("completions", {"prompt": [259]}, 400, None, "prompt"),
+        ("completions", {"prompt": [259]}, 400, "invalid_value", "prompt"),
         ("completions", {"prompt": ""}, 400, "empty_prompt", "prompt"),
-        ("completions", {"prompt": "a", "best_of": 2}, 400, "invalid_value", None),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, NOT_SERVED, "best_of"),
         ("completions", {"prompt": "a" * 30000}, 413, "body_too_large", None),
     ],
 )  # fmt: skip
@@ -372,12 +381,95 @@ def test_bad_requests_are_told_in_openais_shape(
         ({"prompt": "a", "stop": ["x"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
         ({"prompt": 5}, "prompt: Input should be a valid string"),
         ({"prompt": "a", "n": 10**30}, "n: Input should be less than or equal to 16"),
+        ({"prompt": ["a"] * 2000}, "prompt: List should have at most 16 items after validation, not 2000"),
+        ({"prompt": [[1]] * 2000}, "prompt: List should have at most 16 items after validation, not 2000"),
+        ({"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
+        ({"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ({"prompt": "a", "stop": [5]}, "stop.0: Input should be a valid string"),
     ],
 )
 def test_of_several_forms_the_one_that_was_meant_is_explained(body: Any, message: str) -> None:
     with pytest.raises(ApiError) as refused:
         parsed(CompletionRequest, json.dumps(body).encode())
     assert refused.value.message == message
+
+
+NOTHING = (
+    *("n", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "temperature", "logit_bias", "seed"),
+    *("max_tokens", "logprobs", "return_token_ids", "mark_accepted", "user", "suffix", "reasoning_effort", "tools"),
+    *("response_format", "best_of", "echo", "add_special_tokens", "add_generation_prompt", "of_no_known_protocol"),
+)
+
+
+def test_null_asks_for_nothing_wherever_it_stands() -> None:
+    none = dict.fromkeys(NOTHING)
+    plain = parsed(CompletionRequest, json.dumps({"prompt": "a", **none}).encode())
+    assert (plain.prompts, plain.choices, plain.limit, plain.usual, plain.notes) == (1, 1, None, None, None)
+    said = [{"role": "assistant", "content": "x", "refusal": None, "audio": None, "tool_call_id": None}, *HELLO]
+    chatty = parsed(ChatRequest, json.dumps({"messages": said, **none}).encode())
+    assert chatty.messages[0].model_fields_set == {"role", "content", "refusal", "audio"}
+    with pytest.raises(ApiError, match="prompt: Input should be a valid string"):
+        parsed(CompletionRequest, b'{"prompt": null}')
+
+
+@pytest.mark.parametrize("key", ["messages", "tools", "self", "conversation", "conversations", "tokenize", "padding"])
+def test_what_renders_the_template_is_no_variable_of_it(served: Served, key: str) -> None:
+    answer = served.post("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {key: 1}})
+    words = f"chat_template_kwargs: `{key}` is the server's to set, and no variable of the target's template."
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == words
+    fine = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False, "kwargs": 1}}
+    assert served.post("/v1/chat/completions", fine).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"n": 7},
+            "7 texts are asked for (prompts times n); this server has 6 at a time at most: 3 at work, 3 waiting.",
+        ),
+        ({"stop_token_ids": [300]}, "stop_token_ids: token 300 is beyond the vocabulary of 259 (0 to 258)."),
+        ({"prompt": [7, 259]}, "prompt: token 259 is beyond the vocabulary of 259 (0 to 258)."),
+        (
+            {"max_tokens": 901},
+            "max_tokens: 901 is too large: this server's answers have 900 tokens at most (--max-output).",
+        ),
+        (
+            {"prompt": [7] * 1000, "max_tokens": 25},
+            "max_tokens: 25 is too large: this model's maximum context length is 1024 tokens, of which the prompt has "
+            "1000: 24 are left.",
+        ),
+    ],
+)
+def test_what_could_never_be_served_is_refused_for_good_and_says_how_much_could(
+    served: Served, more: dict[str, Any], message: str
+) -> None:
+    answer = served.post("/v1/completions", {"prompt": "a", **more})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+def test_without_a_limit_of_ones_own_an_answer_is_as_long_as_there_is_room(served: Served) -> None:
+    def tokens(body: dict[str, Any], path: str = "completions") -> tuple[int, str]:
+        answer = served.post(f"/v1/{path}", {"temperature": 0, "ignore_eos": True, **body}).json()
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    assert tokens({"prompt": [7] * 10}) == (16, "length")
+    assert tokens({"prompt": [7] * 1020}) == (4, "length"), "16 would be usual"
+    assert tokens({"prompt": [7] * 1020, "max_tokens": 4}) == (4, "length")
+    assert tokens({"prompt": [7] * 10, "max_tokens": None}) == (900, "length")
+    assert tokens({"messages": HELLO}, "chat/completions") == (900, "length")
+    assert tokens({"messages": [{"role": "user", "content": "x" * 940}]}, "chat/completions")[0] < 84
+
+
+def test_an_echo_alone_is_the_prompt_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["abc", "d"], "max_tokens": 0, "echo": True}
+    whole = client.completions.create(**asked, n=2)
+    assert [choice.text for choice in whole.choices] == ["abc", "abc", "d", "d"]
+    assert {choice.finish_reason for choice in whole.choices} == {"length"}
+    assert whole.usage is not None and (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 0)
+    choices = [event.choices[0] for event in client.completions.create(**asked, stream=True)]
+    said = [(choice.index, choice.text, choice.finish_reason) for choice in choices]
+    assert said == [(0, "abc", None), (0, "", "length"), (1, "d", None), (1, "", "length")]
 
 
 def test_unknown_paths_and_methods_are_told_too(served: Served, client: openai.OpenAI) -> None:
@@ -398,6 +490,9 @@ def test_a_full_house_is_told_at_once_and_disturbs_nobody(served: Served) -> Non
     statuses = sorted(answer.status_code for answer in answers)
     assert set(statuses) == {200, 429} and statuses.count(200) >= 6
     refused = next(answer for answer in answers if answer.status_code == 429)
+    assert (
+        refused.json()["error"]["message"] == "6 texts are at work or waiting, of 6 at a time: no room for 1 more now."
+    )
     assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"] == "1"
     assert len({answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}) == 1
     assert served.settled() and probe(served.url).ready

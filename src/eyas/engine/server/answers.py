@@ -122,7 +122,7 @@ class Shape:
         told["meta_info"] = meta_info(ending.outcome, ending)
         if self.ask.return_token_ids:
             told["token_ids"] = choice.ids
-            told["prompt_token_ids"] = list(self.prompts[index // (self.ask.n or 1)])
+            told["prompt_token_ids"] = list(self.prompts[index // self.ask.choices])
         if self.ask.mark_accepted:
             told["accepted"] = choice.accepted
         return told
@@ -192,7 +192,7 @@ class CompletionShape(Shape):
 
     def _echo(self, index: int) -> str:
         assert isinstance(self.ask, CompletionRequest), "echo is a completion's"
-        return self.service.decode(self.prompts[index // (self.ask.n or 1)]) if self.ask.echo else ""
+        return self.service.decode(self.prompts[index // self.ask.choices]) if self.ask.echo else ""
 
     def _logprobs(self, notes: Sequence[TokenLogprob]) -> Json | None:
         if self.ask.notes is None:
@@ -211,12 +211,13 @@ class CompletionShape(Shape):
 
 
 class Answering(Response):
-    """Runs jobs and sends what they bring; a client that goes away cancels them within one round."""
+    """Runs jobs, one a choice or none at all, and sends what they bring; a client that goes away cancels them within
+    one round."""
 
     def __init__(self, service: Service, shape: Shape, jobs: Sequence[Job], pieces: Pieces, stream: bool) -> None:
         super().__init__()
         self.service, self.shape, self.jobs, self.pieces, self.stream = service, shape, jobs, pieces, stream
-        self.choices = [Choice() for _ in jobs]
+        self.choices = [Choice() for _ in range(len(shape.prompts) * shape.ask.choices)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for job in self.jobs:
@@ -232,7 +233,7 @@ class Answering(Response):
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-            for job, choice in zip(self.jobs, self.choices, strict=True):
+            for job, choice in zip(self.jobs, self.choices, strict=bool(self.jobs)):
                 if choice.ending is None:
                     self.service.cancel(job)
 
@@ -257,7 +258,7 @@ class Answering(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        begun = [False] * len(self.jobs)
+        begun = [False] * len(self.choices)
         started = False
         try:
             async for index, piece in self._arriving():

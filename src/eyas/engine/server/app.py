@@ -97,14 +97,14 @@ class Routes:
     async def _ask(self, request: Request, kind: type[Kind]) -> Kind:
         self.service.check_key(request)
         ask = parsed(kind, await self.service.body(request))
-        self.service.check_open(ask.model, 1)
+        self.service.check_open(ask.model, ask.prompts * ask.choices)
         return ask
 
     def _answer(
         self, ask: ChatRequest | CompletionRequest, shape: type[Shape], prompts: list[tuple[int, ...]]
     ) -> Response:
         service = self.service
-        service.check_open(ask.model, len(prompts) * (ask.n or 1))
+        service.check_open(ask.model, ask.prompts * ask.choices)
         jobs, pieces = service.jobs(ask, prompts)
         return Answering(service, shape(ask, service, prompts), jobs, pieces, bool(ask.stream))
 

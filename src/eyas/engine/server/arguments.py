@@ -113,10 +113,17 @@ def _add_drafting(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--max-model-len", None, "tokens of prompt and answer (the target's context)", 2, MOST)
+    _number(group, "--max-model-len", None, "tokens of prompt and answer together (the target's context)", 2, MOST)
     _number(group, "--max-running", Limits.running, "texts worked on at a time (%(default)s)", 1, MOST_RUNNING)
     _number(group, "--max-waiting", Limits.waiting, "texts that may wait; then 429 (%(default)s)", 0, MOST)
-    _number(group, "--max-output", Limits.output_tokens, "tokens of one answer at most (%(default)s)", 1, MOST)
+    _number(
+        group,
+        "--max-output",
+        Limits.output_tokens,
+        "tokens of one answer; a max_tokens beyond is refused (%(default)s)",
+        1,
+        MOST,
+    )
     _number(group, "--max-body", MEGABYTE, "bytes of a request; then 413 (%(default)s)", 1, MOST)
     _number(group, "--cache-rows", None, "cache rows in all (what half the free memory holds)", 1, MOST)
     _number(group, "--grace-s", 10.0, "seconds for running answers at the end (%(default)s)", 0, DAY_S)

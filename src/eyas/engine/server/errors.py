@@ -20,7 +20,8 @@ TYPES = {
 }
 
 
-UNION = re.compile(r"str|constrained-\w+|list\[.*|\[key\]")
+FORM = re.compile(r"<\w+>|\[key\]")
+"""What pydantic adds to a place: the form of a field (protocol.py), a dict's key."""
 UNSUPPORTED = {
     "tools": "Tools",
     "tool_choice": "Tools",
@@ -34,6 +35,8 @@ UNSUPPORTED = {
     "function_call": "Functions",
     "response_format": "Answers in a format other than text",
     "modalities": "Answers other than text",
+    "suffix": "Suffixes",
+    "reasoning_effort": "Efforts of reasoning",
 }
 """Fields of OpenAI's of which only the values that ask for nothing are taken (protocol.py)."""
 
@@ -64,28 +67,23 @@ class ApiError(Exception):
 
 
 def invalid(error: ValidationError, fields: list[str]) -> ApiError:
-    """What is wrong with a request's body: of the first field's mistakes the one furthest in."""
-    mistakes = [(_path(one["loc"]), one["type"], one["msg"]) for one in error.errors(include_url=False)]
-    unsupported = next((path for path, *_ in mistakes if UNSUPPORTED.keys() & set(path)), None)
-    if unsupported is not None:
-        asked = next(UNSUPPORTED[part] for part in unsupported if part in UNSUPPORTED)
-        words = f"{asked} are not supported by this server."
-        return ApiError(400, words, code="unsupported_parameter", param=".".join(unsupported))
-    first = mistakes[0][0]
-    # Of a union's members the one whose type is right is meant: an empty list is no bad string.
-    path, kind, message = max(
-        (mistake for mistake in mistakes if mistake[0][: len(first)] == first),
-        key=lambda mistake: (len(mistake[0]), not mistake[1].endswith("_type")),
-    )
+    """What is wrong with a request's body: what is asked for and not served, else the first mistake."""
+    mistakes = error.errors(include_url=False)
+    for path in (_path(mistake["loc"]) for mistake in mistakes):
+        if asked := next((UNSUPPORTED[part] for part in path if part in UNSUPPORTED), None):
+            words = f"{asked} are not supported by this server."
+            return ApiError(400, words, code="unsupported_parameter", param=".".join(path))
+    first = mistakes[0]
+    path, message, context = _path(first["loc"]), first["msg"], first.get("ctx", {})
+    if first["type"] == "at_odds":
+        return ApiError(400, message, code=context["code"], param=context["param"])
     param = ".".join(path) or None
-    if kind == "extra_forbidden" and param is not None:
-        words = f"Unknown field: {path[-1]}{did_you_mean(path[-1], fields)}"
+    if first["type"] == "extra_forbidden" and param is not None:
+        words = f"Unknown field: {path[-1]}{did_you_mean(param, fields)}"
         return ApiError(400, words, code="unknown_parameter", param=param)
-    code = "invalid_json" if kind == "json_invalid" else "invalid_value"
-    message = message.removeprefix("Value error, ")
+    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
     return ApiError(400, message if param is None else f"{param}: {message}", code=code, param=param)
 
 
 def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Where a mistake is, without pydantic's names of a union's members."""
-    return tuple(str(part) for part in location if not UNION.fullmatch(str(part)))
+    return tuple(str(part) for part in location if not FORM.fullmatch(str(part)))

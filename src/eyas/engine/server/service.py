@@ -5,7 +5,7 @@ import hmac
 import inspect
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,18 +13,26 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from starlette.requests import ClientDisconnect, Request
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from eyas.engine.batching import Job
 from eyas.engine.server.detokenise import UNFINISHED, bytes_of
 from eyas.engine.server.errors import ApiError
 from eyas.engine.server.protocol import ChatRequest, CompletionRequest
-from eyas.engine.server.stream import AnswerReader, Piece
+from eyas.engine.server.stream import AnswerReader, Ending, Piece
 from eyas.engine.server.worker import Worker
 from eyas.models.target import Target
 from eyas.settings import SamplingSettings
 
 MEGABYTE = 2**20
 RETRY = {"Retry-After": "1"}
+RESERVED = (
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    | inspect.signature(render_jinja_template).parameters.keys()
+    | {"messages", "raise_exception", "strftime_now"}
+) - {"kwargs"}
+"""What renders a template, by name: a template of the client's own, say, could compute without end."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,13 @@ class Service:
             )
         if self.closing or not self.worker.alive:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", headers=RETRY)
+        if count > self.most_open:
+            running, waiting = self.limits.running, self.limits.waiting
+            words = f"{count} texts are asked for (prompts times n); this server has {self.most_open} at a time at most"
+            raise ApiError(400, f"{words}: {running} at work, {waiting} waiting.", code="too_many_texts", param="n")
         if self.open_jobs + count > self.most_open:
-            raise ApiError(429, f"{self.open_jobs} texts are waiting already.", code="queue_full", headers=RETRY)
+            words = f"{self.open_jobs} texts are at work or waiting, of {self.most_open} at a time"
+            raise ApiError(429, f"{words}: no room for {count} more now.", code="queue_full", headers=RETRY)
 
     async def chat_prompts(self, ask: ChatRequest) -> list[tuple[int, ...]]:
         return [await self._in_thread(lambda: self._chat_ids(ask))]
@@ -139,7 +152,7 @@ class Service:
             texts: list[Any] = [prompt]
         else:
             texts = [prompt] if isinstance(prompt[0], int) else list(prompt)
-        return await self._in_thread(lambda: [self._ids(text, ask.add_special_tokens) for text in texts])
+        return await self._in_thread(lambda: [self._ids(text, ask.add_special_tokens is not False) for text in texts])
 
     async def _in_thread(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._words, work)
@@ -149,26 +162,24 @@ class Service:
         if tokenizer.chat_template is None:
             raise ApiError(400, "This target has no chat template: use /v1/completions.", code="no_chat_template")
         kwargs = ask.chat_template_kwargs or {}
-        own = inspect.signature(tokenizer.apply_chat_template).parameters
-        if taken := sorted(own.keys() & kwargs.keys()):  # a template of the client's own could compute without end
-            words = f"chat_template_kwargs: {taken[0]} is no variable of the target's template."
-            raise ApiError(400, words, code="invalid_value", param="chat_template_kwargs")
+        if taken := sorted(RESERVED & kwargs.keys()):
+            words = (
+                f"chat_template_kwargs: `{taken[0]}` is the server's to set, and no variable of the target's template."
+            )
+            raise ApiError(400, words, code="invalid_value", param=f"chat_template_kwargs.{taken[0]}")
         messages = [{"role": message.role, "content": message.text} for message in ask.messages]
         try:
             text = tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=ask.add_generation_prompt and not ask.continue_final_message,
-                continue_final_message=ask.continue_final_message,
+                add_generation_prompt=ask.add_generation_prompt is not False and not ask.continue_final_message,
+                continue_final_message=bool(ask.continue_final_message),
                 **kwargs,
             )
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            raise ApiError(
-                400,
-                f"The target's chat template does not take these messages: {error}",
-                code="chat_template",
-                param="messages",
-            ) from error
+        except (TemplateError, ValueError) as error:  # in the template's own words
+            raise _not_taken(f": {error}") from error
+        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise _not_taken(" (or the chat_template_kwargs).") from error
         return self._ids(text, special=False)
 
     def _ids(self, text: Any, special: bool) -> tuple[int, ...]:
@@ -178,10 +189,7 @@ class Service:
             ids = tokenizer(text, add_special_tokens=special, return_attention_mask=False)["input_ids"]
         else:
             ids = text
-            if (most := max(ids)) >= self.target.vocab_size:
-                raise ApiError(
-                    400, f"Token {most} is beyond the vocabulary ({self.target.vocab_size}).", param="prompt"
-                )
+            self._check_tokens(ids, "prompt")
         if not ids:
             raise ApiError(400, "The prompt is empty: give at least one token.", code="empty_prompt", param="prompt")
         if len(ids) >= (self.context or 0):
@@ -196,17 +204,51 @@ class Service:
     def jobs(
         self, ask: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]]
     ) -> tuple[list[Job], asyncio.Queue[tuple[int, Piece]]]:
-        """A job for each prompt and choice, and the queue that their pieces come by."""
+        """A job for each prompt and choice (none where nothing new is asked for), and the queue of their pieces.
+
+        Raises ApiError for tokens that the target does not have, and for more new ones than there may be.
+        """
         pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         seed = secrets.randbelow(2**62) if ask.seed is None else ask.seed
-        places = [(prompt, choice) for prompt in prompts for choice in range(ask.n or 1)]
-        unknown = [key for key in ask.logit_bias or {} if int(key) >= self.target.vocab_size]
-        if unknown:
-            raise ApiError(400, f"logit_bias: token {unknown[0]} is beyond the vocabulary.", param="logit_bias")
+        self._check_tokens(map(int, ask.logit_bias or ()), "logit_bias")
+        self._check_tokens(ask.stop_token_ids or (), "stop_token_ids")
+        places = [(prompt, choice) for prompt in prompts for choice in range(ask.choices)]
+        if ask.limit == 0:  # the prompt is echoed, and that is all
+            for index in range(len(places)):
+                pieces.put_nowait((index, Piece(end=Ending("done", "length", None, 0, None, None))))
+            return [], pieces
         return [
             self._job(ask, prompt, sampling(ask, seed + choice), pieces, index)
             for index, (prompt, choice) in enumerate(places)
         ], pieces
+
+    def _check_tokens(self, ids: Iterable[int], param: str) -> None:
+        """Raises ApiError for an id that the target does not have."""
+        size = self.target.vocab_size
+        if (most := max(ids, default=0)) >= size:
+            words = f"{param}: token {most} is beyond the vocabulary of {size} (0 to {size - 1})."
+            raise ApiError(400, words, code="invalid_value", param=param)
+
+    def new_tokens(self, ask: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> int:
+        """Tokens of an answer at most. Raises ApiError for more than there may be."""
+        most, room = self.limits.output_tokens, (self.context or 0) - len(prompt)
+        asked = ask.limit
+        if asked is None:
+            return min(ask.usual or room, most, room)
+        if asked > room:
+            words = f"max_tokens: {asked} is too large: this model's maximum context length is {self.context} tokens"
+            raise ApiError(
+                400,
+                f"{words}, of which the prompt has {len(prompt)}: {room} are left.",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        if asked > most:
+            words = (
+                f"max_tokens: {asked} is too large: this server's answers have {most} tokens at most (--max-output)."
+            )
+            raise ApiError(400, words, code="invalid_value", param="max_tokens")
+        return asked
 
     def _job(
         self,
@@ -216,8 +258,6 @@ class Service:
         pieces: asyncio.Queue[tuple[int, Piece]],
         index: int,
     ) -> Job:
-        room = (self.context or 0) - len(prompt)
-
         def put(piece: Piece) -> None:
             self.open_jobs -= piece.end is not None
             pieces.put_nowait((index, piece))
@@ -234,10 +274,10 @@ class Service:
         )
         return Job(
             prompt=prompt,
-            max_new_tokens=min(ask.limit or room, self.limits.output_tokens, room),
+            max_new_tokens=self.new_tokens(ask, prompt),
             reader=reader,
             num_steps=self.num_steps if ask.num_steps is None else min(ask.num_steps, self.num_steps),
-            ignore_eos=ask.ignore_eos,
+            ignore_eos=bool(ask.ignore_eos),
             sampling=settings,
             stop_ids=stop_ids,
             logprobs=ask.notes,
@@ -259,6 +299,11 @@ class Service:
         """Of a part of a character the part, which no text shows."""
         tokenizer: Any = self.target.tokenizer
         return bytes_of(self.token_text(token), tokenizer.convert_ids_to_tokens(token))
+
+
+def _not_taken(why: str) -> ApiError:
+    words = f"The target's chat template does not take these messages{why}"
+    return ApiError(400, words, code="chat_template", param="messages")
 
 
 def sampling(ask: ChatRequest | CompletionRequest, seed: int) -> SamplingSettings:
