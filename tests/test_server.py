@@ -336,6 +336,7 @@ def test_chat_talks_to_it_with_marks(served: Served) -> None:
         ("chat/completions", {"messages": HELLO, "reasoning_effort": "low"}, 400, NOT_SERVED, "reasoning_effort"),
         ("chat/completions", {"messages": HELLO, "n": 7}, 400, "too_many_texts", "n"),
         ("chat/completions", {"messages": HELLO, "max_tokens": 901}, 400, "invalid_value", "max_tokens"),
+        ("chat/completions", {"messages": HELLO, "max_completion_tokens": 901}, 400, "invalid_value", "max_comp"),
         ("completions", {"prompt": "a", "max_tokens": 901}, 400, "invalid_value", "max_tokens"),
         ("completions", {"prompt": "a" * 200, "max_tokens": 825}, 400, "context_length_exceeded", "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),

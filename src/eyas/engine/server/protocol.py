@@ -230,6 +230,10 @@ class ChatRequest(Common):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def limit_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
     def usual(self) -> int | None:
         """Tokens of an answer where nothing is asked for; none: as many as there may be."""
         return None
@@ -277,6 +281,10 @@ class CompletionRequest(Common):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if "max_tokens" in self.model_fields_set else None
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens"
 
     @property
     def usual(self) -> int | None:

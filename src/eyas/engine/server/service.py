@@ -232,22 +232,16 @@ class Service:
     def new_tokens(self, ask: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> int:
         """Tokens of an answer at most. Raises ApiError for more than there may be."""
         most, room = self.limits.output_tokens, (self.context or 0) - len(prompt)
-        asked = ask.limit
+        asked, field = ask.limit, ask.limit_field
         if asked is None:
             return min(ask.usual or room, most, room)
         if asked > room:
-            words = f"max_tokens: {asked} is too large: this model's maximum context length is {self.context} tokens"
-            raise ApiError(
-                400,
-                f"{words}, of which the prompt has {len(prompt)}: {room} are left.",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
+            words = f"{field}: {asked} is too large: this model's maximum context length is {self.context} tokens"
+            words = f"{words}, of which the prompt has {len(prompt)}: {room} are left."
+            raise ApiError(400, words, code="context_length_exceeded", param=field)
         if asked > most:
-            words = (
-                f"max_tokens: {asked} is too large: this server's answers have {most} tokens at most (--max-output)."
-            )
-            raise ApiError(400, words, code="invalid_value", param="max_tokens")
+            words = f"{field}: {asked} is too large: this server's answers have {most} tokens at most (--max-output)."
+            raise ApiError(400, words, code="invalid_value", param=field)
         return asked
 
     def _job(
