@@ -35,6 +35,8 @@ def test_the_demo_is_packaged_and_loads() -> None:
         ("train.epochs=many", "valid number"),
         ("train.epochs", "--set section.key=value"),
         ("name.x=1", "a section before the dot"),
+        ("port=3", '(did you mean "serve.port"?)'),
+        ("seed=3", '(did you mean "prompts.seed" or "respond.seed" or "train.seed" or "bench.seed"?)'),
     ],
 )
 def test_a_bad_override_is_refused_with_what_would_fit(override: str, part: str) -> None:
@@ -52,6 +54,7 @@ def test_overrides_take_toml_and_python_spellings() -> None:
             "bench.limit=none",
             "capture.boundaries=[1, 2, 3]",
             "prompts.source=my file.jsonl",
+            "bench.simulate=0.7,0.4",
         ),
     )
     assert recipe.train.epochs == 1.5
@@ -59,6 +62,7 @@ def test_overrides_take_toml_and_python_spellings() -> None:
     assert recipe.bench.limit is None
     assert recipe.capture.boundaries == (1, 2, 3)
     assert recipe.prompts.source == "my file.jsonl"
+    assert recipe.bench.simulate == (0.7, 0.4)
 
 
 def test_a_recipe_file_with_bad_toml_or_no_file_is_named(tmp_path) -> None:

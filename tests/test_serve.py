@@ -87,6 +87,13 @@ def fated(interpreter: Path, tmp_path: Path) -> Iterator[Fated]:
             stop(Doomed.of(read_server(folder)), grace_s=0.1)
 
 
+def test_what_a_plain_start_leaves_without_effect_is_said() -> None:
+    recipe = recipe_of(("serve.plain=true", "serve.draft=d", "serve.num_steps=3"))
+    (note,) = prepare(recipe, planning=True).command.notes
+    assert note == "served without a draft (plain): the baseline; draft, num_steps without effect"
+    assert prepare(recipe_of(("serve.plain=true",)), planning=True).command.notes[0].endswith("the baseline")
+
+
 def test_a_server_is_started_watched_measured_and_stopped(fated: Fated) -> None:
     launch = fated(child="deaf")
     ready = serve(launch, detach=True)

@@ -68,6 +68,8 @@ def for_command(error: EyasError, tokens: list[str]) -> EyasError:
     command = next((token for token in tokens if not token.startswith("-")), "")
     if command not in ("run", "recipe"):
         error.next = SET.sub(as_flag, error.next)
+    if command == "export" and error.where == "--engine":
+        error.where, error.next = "--for", error.next.replace("--engine", "--for")
     return error
 
 

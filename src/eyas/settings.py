@@ -1,7 +1,7 @@
 """Settings that recipe and engine share: the base of every section, how tokens are drafted, how they are chosen."""
 
 from itertools import pairwise
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -26,6 +26,13 @@ def section(kind: type[Kind], settings: Section) -> Kind:
     return kind(**{name: getattr(settings, name) for name in kind.model_fields})
 
 
+def parts_of(value: Any) -> list[Any]:
+    """`"2,15"`, `["2,15", 27]` or `[[2, 15], 27]`, one by one: lists as people type them, and as flags are repeated."""
+    if isinstance(value, str):
+        return [part for part in value.strip("[] ").split(",")]
+    return [part for item in value for part in parts_of(item)] if isinstance(value, list | tuple) else [value]
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -48,8 +55,13 @@ class DraftingSettings(Section):
     """Also draft what followed the latest earlier occurrence of the last tokens, up to this many of them, and 2 at the
     least (but 1 looks for single tokens): used where it was lately the better guess. 0 is off."""
     simulate: tuple[Share, ...] | None = None
-    """Accept drafted tokens by this survival curve and not by the target: what a draft so good would bring. THE TEXTS
-    ARE INVALID. Stop tokens are ignored."""
+    """Accept drafted tokens by this survival curve and not by the target: what a draft so good would bring, as
+    0.7,0.4,0.2. THE TEXTS ARE INVALID. Stop tokens are ignored."""
+
+    @field_validator("simulate", mode="before")
+    @classmethod
+    def _with_commas(cls, value: Any) -> Any:
+        return value if value is None else parts_of(value)
 
     @model_validator(mode="after")
     def _fits(self) -> "DraftingSettings":

@@ -13,8 +13,9 @@ from eyas import __version__
 from eyas.pipeline.plan import Plan
 from eyas.pipeline.show import show
 from eyas.progress import muted
-from eyas.recipe import TargetSettings, parts_of
+from eyas.recipe import TargetSettings
 from eyas.run import Manifest
+from eyas.settings import parts_of
 from eyas.shipped import draft_folder
 
 app = App(
@@ -89,11 +90,19 @@ def draft_path(kind: Any, tokens: Sequence[Token]) -> Path:
     return draft_folder(tokens[0].value)
 
 
+def written_folder(kind: Any, tokens: Sequence[Token]) -> Path:
+    """A folder as typed; an empty word (a variable of the shell that is not set) is not the current one."""
+    if not tokens[0].value.strip():
+        raise ValueError("a folder's name, not an empty word")
+    return Path(tokens[0].value)
+
+
 DRAFT = Parameter(converter=draft_path, n_tokens=1, negative="", help="The draft's folder, or `shipped`.")
 DraftPath = Annotated[Path | None, DRAFT]
 NamedDraft = Annotated[Path, DRAFT]
 Integers = Annotated[tuple[int, ...] | None, Parameter(converter=integers, n_tokens=1, negative="")]
-Out = Annotated[Path, Parameter(help="The folder to write.")]
+OUT = Parameter(converter=written_folder, n_tokens=1, help="The folder to write.")
+Out = Annotated[Path, OUT]
 RecipeName = Annotated[str, Parameter(help="A TOML file, or a packaged recipe's name (`eyas recipe list`).")]
 Overrides = Annotated[
     list[str] | None,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from eyas.cli.app import (
     FLAGS,
@@ -15,6 +16,7 @@ from eyas.cli.app import (
     Flat,
     NamedDraft,
     NamedTarget,
+    Out,
     TargetFlags,
     Trust,
     app,
@@ -26,6 +28,7 @@ from eyas.formats.trace import engine_environment
 from eyas.pipeline.check_url import check_url
 from eyas.pipeline.doctor import doctor
 from eyas.pipeline.inspect import inspect_path
+from eyas.pipeline.options import needs, not_with
 from eyas.pipeline.plan import Plan
 from eyas.recipe import TraceSettings
 from eyas.wiring.static_checks import check_launch, check_static, reference_plan, require_paths
@@ -55,7 +58,10 @@ def check(
         Path | None,
         Parameter(help="What `eyas evaluate` promised (RUN/evaluate); none means the one beside the draft."),
     ] = None,
-    send: Annotated[int, Parameter(help="Prompts to ask the server first, so that there are rounds to count.")] = 0,
+    send: Annotated[
+        int | None,
+        Parameter(help="So many prompts are asked first, and only their rounds counted.", validator=Number(gte=1)),
+    ] = None,
     prompts: Annotated[Path | None, Parameter(help="A prompts folder to ask from; none means the test set.")] = None,
     heatmap: Annotated[Path | None, Parameter(help="An SVG file to draw every block's distances to.")] = None,
     device: Annotated[str, Parameter(help="Where a target larger than memory is streamed through.")] = "cpu",
@@ -73,11 +79,19 @@ def check(
     (--evaluate RUN/evaluate, else the one beside the draft), without a restart; --send 8 asks it prompts first.
     """
 
+    if url is not None:
+        not_with("--url", captures=captures, trace=trace, engine=engine, heatmap=heatmap)
+    if engine_args is not None:
+        not_with("--engine-args", captures=captures, trace=trace, heatmap=heatmap)
+    needs("--url", url is not None, evaluate=evaluate, send=send, prompts=prompts)
+    needs("--engine", bool(engine), engine_args=engine_args)
+    needs("--engine-args", engine_args is not None, gpu_gb=gpu_gb)
+
     def work() -> dict[str, Any]:
         served = draft or export
         if url is not None:
-            return check_url(url, served, target, evaluate, send, prompts, server_key())
-        if engine and engine_args is not None:
+            return check_url(url, served, target, evaluate, send or 0, prompts, server_key())
+        if engine_args is not None and engine:
             return check_launch(engine, engine_args, served, target, gpu_gb)
         require_paths(captures, draft, export, *(trace or ()))
         if engine and served is not None and not (captures or trace) and (draft is None or export is None):
@@ -95,7 +109,7 @@ def check(
 @app.command
 def trace(
     *,
-    out: Annotated[Path, Parameter(help="The folder to write the trace to.")],
+    out: Out,
     draft: DraftPath = None,
     engine: Annotated[str | None, Parameter(help="sglang or vllm: the environment that makes it trace itself.")] = None,
     target: TargetFlags = TARGET,
@@ -106,6 +120,9 @@ def trace(
 
     With --engine sglang or vllm instead of a draft: the environment in which that engine writes the same trace.
     """
+
+    if engine is not None:
+        not_with("--engine", draft=draft, prompt=settings.prompt)
 
     def work() -> dict[str, Any]:
         if engine is not None:

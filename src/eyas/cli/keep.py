@@ -41,4 +41,4 @@ def cache_show(*, common: Common = FLAGS) -> None:
 @cache.command(name="clear")
 def cache_empty(*, common: Common = FLAGS) -> None:
     """Empty the cache; all of it can be made again."""
-    finish(common, Plan("cache clear", [], []), cache_clear)
+    finish(common, Plan("cache clear", [], [], more={"removes": cache_list()["cache"]}), cache_clear)

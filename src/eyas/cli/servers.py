@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 
 from eyas.cli.app import (
     FLAGS,
+    OUT,
     TARGET,
     Common,
     Flat,
@@ -70,7 +72,7 @@ def serve_command(
     trace: Annotated[bool, of_setting("trace")] = False,
     trust_remote_code: Trust = False,
     out: Annotated[
-        Path | None, Parameter(help="The folder of log and state; none means runs/NAME/serve, or serve-plain.")
+        Path | None, OUT, Parameter(help="The folder of log and state; none means runs/NAME/serve, or serve-plain.")
     ] = None,
     detach: Annotated[bool, Parameter(help="Leave the server running once it is ready.")] = False,
     force: Annotated[bool, Parameter(help="Start in spite of what preflight found.")] = False,
@@ -195,7 +197,7 @@ def stop(
     *,
     pid: Annotated[list[int] | None, Many, Parameter(help="A server's process; may be repeated.")] = None,
     url: Annotated[list[str] | None, Many, Parameter(help="Where a server listens; may be repeated.")] = None,
-    grace_s: Annotated[float, Parameter(help="Seconds between TERM and KILL.")] = 20.0,
+    grace_s: Annotated[float, Parameter(help="Seconds between TERM and KILL.", validator=Number(gte=0))] = 20.0,
     common: Common = FLAGS,
 ) -> int:
     """Stop a server's whole tree, then see that its port is free and its GPUs' memory is back.

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from eyas.cli.app import (
     FLAGS,
+    OUT,
     TARGET,
     Captures,
     Common,
@@ -212,7 +213,7 @@ def bench(
 def run(
     recipe: RecipeName,
     *,
-    out: Annotated[Path | None, Parameter(help="The run's folder; none means runs/NAME.")] = None,
+    out: Annotated[Path | None, OUT, Parameter(help="The run's folder; none means runs/NAME.")] = None,
     set_: Overrides = None,
     common: Common = FLAGS,
 ) -> int:

@@ -46,13 +46,15 @@ class EngineChat:
     def answer(self, messages: list[Message]) -> Iterator[Part | Stats]:
         """Parts as the rounds bring them; a caller that stops asking ends the text.
 
-        Raises InputError for a conversation that the target's context does not hold.
+        Raises InputError for a conversation that the target's context does not hold, and for what else the engine
+        refuses.
         """
         ids = tuple(render(self.target.tokenizer, messages).ids)
         require_room(len(ids), self.target.context_length, messages)
+        settings = self.settings
+        self.engine.prepare(ids, settings.max_new_tokens, self.num_steps, sampling=settings.sampling)
         pieces = list[Piece]()
         reader = AnswerReader(self.target.text, (), frozenset(self.target.stop_ids), pieces.append)
-        settings = self.settings
         job = Job(ids, settings.max_new_tokens, reader, self.num_steps, sampling=settings.sampling)
         started, first = time.monotonic(), None
         self.scheduler.submit(job)

@@ -33,6 +33,7 @@ from eyas.wiring.preflight.machine import cpu_memory_problem, port_problem
 from eyas.wiring.static_checks import check_weights
 
 ENDED = ("crashed", "stopped")
+OF_A_DRAFT = ("draft", "num_steps", "topk", "num_draft_tokens")
 SERVE, PLAIN, EXPORT = "serve", "serve-plain", "export"
 
 
@@ -75,6 +76,8 @@ def prepare(recipe: Recipe, folder: Path | None = None, *, planning: bool = Fals
     """
     settings, run = recipe.serve, Path("runs") / recipe.name
     folder = folder or run / (PLAIN if settings.plain else SERVE)
+    if settings.engine == "embedded":
+        require_target(recipe.target.name)
     draft, note = _draft(settings, recipe.target.name, run, planning)
     target = TargetSettings(
         name=local_target(recipe.target.name, settings.engine), trust_remote_code=recipe.target.trust_remote_code
@@ -98,7 +101,9 @@ def prepare(recipe: Recipe, folder: Path | None = None, *, planning: bool = Fals
 def _draft(settings: ServeSettings, target: str, run: Path, planning: bool) -> tuple[str | None, str | None]:
     """(the draft to serve, what to say of it)."""
     if settings.plain:
-        return None, "served without a draft (plain): the baseline"
+        idle = [name for name in OF_A_DRAFT if getattr(settings, name) != ServeSettings.model_fields[name].default]
+        words = f"; {', '.join(idle)} without effect" if idle else ""
+        return None, f"served without a draft (plain): the baseline{words}"
     if settings.draft is not None:
         path = draft_folder(settings.draft)
         return (str(path.absolute()), None) if path.exists() else (settings.draft, None)
@@ -116,6 +121,19 @@ def _draft(settings: ServeSettings, target: str, run: Path, planning: bool) -> t
         where="serve.draft",
         next="--draft FOLDER, or --plain to serve the target without one",
     )
+
+
+def require_target(name: str) -> None:
+    """Before a start: that the embedded engine can find its target. Raises InputError."""
+    if name == TargetSettings().name or Path(name).expanduser().is_dir():
+        return
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise InputError(
+            wanted=f"{TargetSettings().name}, a Hugging Face folder, or a hub id (owner/name)",
+            got=f"{name!r}, and no such folder",
+            where="target.name",
+            next=f"--target {TargetSettings().name}, or the folder's path",
+        )
 
 
 def local_target(name: str, engine: str) -> str:

@@ -1,6 +1,6 @@
 """A recipe: one TOML, one section a stage. The docstring under a field is its help and its reference page."""
 
-from eyas.recipe.data import CaptureSettings, PromptsSettings, RespondSettings, TargetSettings, parts_of
+from eyas.recipe.data import CaptureSettings, PromptsSettings, RespondSettings, TargetSettings
 from eyas.recipe.load import Recipe, load_recipe, packaged_recipes, recipe_of, recipe_reference, validate
 from eyas.recipe.serving import BenchSettings, ChatSettings, ServeSettings, TraceSettings
 from eyas.recipe.training import DraftSettings, EvaluateSettings, ExportSettings, TrainSettings
@@ -21,7 +21,6 @@ __all__ = [
     "TrainSettings",
     "load_recipe",
     "packaged_recipes",
-    "parts_of",
     "recipe_of",
     "recipe_reference",
     "validate",

@@ -4,16 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from eyas.settings import Section
+from eyas.settings import Section, parts_of
 
 Precision = Literal["auto", "float32", "bfloat16"]
-
-
-def parts_of(value: Any) -> list[Any]:
-    """`"2,15"`, `["2,15", 27]` or `[[2, 15], 27]`, one by one: lists as people type them, and as flags are repeated."""
-    if isinstance(value, str):
-        return [part for part in value.strip("[] ").split(",")]
-    return [part for item in value for part in parts_of(item)] if isinstance(value, list | tuple) else [value]
 
 
 class TargetSettings(Section):

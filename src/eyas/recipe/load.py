@@ -140,9 +140,10 @@ def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:
         place = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = _known_keys(model, first["loc"][:-1])
+            nearest = _in_a_section(model, place) or did_you_mean(str(first["loc"][-1]), known)
             raise InputError(
                 wanted=f"a known key, one of: {', '.join(known)}",
-                got=f"{place!r}{did_you_mean(str(first['loc'][-1]), known)}",
+                got=f"{place!r}{nearest}",
                 where=where,
                 next="eyas recipe show lists every key with its meaning",
             ) from error
@@ -152,6 +153,17 @@ def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:
             where=where,
             next="eyas recipe show",
         ) from error
+
+
+def _in_a_section(model: type[BaseModel], key: str) -> str:
+    """' (did you mean "serve.port"?)' for a key that sections have; an empty string for any other."""
+    sections = {name: field.annotation for name, field in model.model_fields.items()}
+    places = [
+        f'"{name}.{key}"'
+        for name, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields
+    ]
+    return f" (did you mean {' or '.join(places)}?)" if places else ""
 
 
 def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

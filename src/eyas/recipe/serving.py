@@ -89,6 +89,13 @@ class TraceSettings(Section):
     calls: int = Field(default=64, ge=1)
     """Forwards of the target after which nothing more is recorded."""
 
+    @field_validator("prompt")
+    @classmethod
+    def _has_words(cls, prompt: str | None) -> str | None:
+        if prompt is not None and not prompt.strip():
+            raise ValueError("a prompt with words in it")
+        return prompt
+
 
 class ServeSettings(Section):
     """A server: which engine, in which Python, with which draft and flags."""

@@ -6,8 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from eyas.formats.engines import parse_engine
 from eyas.formats.methods import MethodName
-from eyas.recipe.data import Precision, parts_of
-from eyas.settings import Section
+from eyas.recipe.data import Precision
+from eyas.settings import Section, parts_of
 
 
 class DraftSettings(Section):
