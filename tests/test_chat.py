@@ -86,6 +86,32 @@ def test_a_pipe_goes_on_after_a_refusal_and_tells_the_first_as_its_error() -> No
     assert result["refused"] == [{"user": "three", **parts}] and result["error"] == parts
 
 
+def test_what_is_no_command_is_not_passed_over_in_a_pipe_and_two_slashes_say_one() -> None:
+    chat = Chat(Parrot(), ChatSettings(), patient=False)
+    out = io.StringIO()
+    result = converse(chat, ["/etc is", "//etc is", "/help", "/usr", " /new"], Console(file=out))
+    assert out.getvalue() == "/etc is \n" and [one["got"] for one in result["refused"]] == ["/etc", "/usr"]
+    assert [turn["user"] for turn in result["turns"]] == ["/etc is"]
+    assert result["error"]["got"] == "/etc" and result["error"]["next"] == "//etc is, to say it to the target"
+
+
+class Breaking(Parrot):
+    """Ends in the middle of its first answer."""
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[Part | Stats]:
+        for part in super().answer(messages):
+            yield part
+            if len(self.heard) == 1:
+                raise InputError(wanted="a whole answer", got="a part", where="here", next="again")
+
+
+def test_an_answer_that_breaks_off_ends_its_line_and_is_not_said() -> None:
+    source, out = Breaking(), io.StringIO()
+    converse(Chat(source, ChatSettings()), ["one two", "three"], Console(file=out))
+    assert out.getvalue() == "one \nthree \n"
+    assert [message["content"] for message in source.heard[1]] == ["three"]
+
+
 def test_a_pipe_ends_at_an_interruption() -> None:
     with pytest.raises(KeyboardInterrupt):
         converse(Chat(Parrot(), ChatSettings(), patient=False), ["go stop", "on"], Console(file=io.StringIO()))

@@ -162,7 +162,8 @@ def chat_command(
     """Talk to the target, with its draft: streaming, turn by turn, tokens/s and accept length after every answer.
 
     The engine runs in this process, or with --url is a server of any kind (EYAS_API_KEY is its key). --prompt asks one
-    turn instead of reading lines, and may be repeated; lines that begin with / are commands (/help).
+    turn instead of reading lines, and may be repeated; lines that begin with / are commands (/help), // stands for a /
+    to be said.
     """
 
     asked_for = None if prompt is None else said(prompt)

@@ -17,7 +17,10 @@ from eyas.recipe import ChatSettings, TargetSettings
 from eyas.settings import SamplingSettings
 
 Message = dict[str, str]
-HELP = "/new forgets the conversation, /marks underlines accepted draft tokens, /system TEXT, /quit (or Ctrl-D)"
+HELP = (
+    "/new forgets the conversation, /marks underlines accepted draft tokens, /system TEXT, /quit (or Ctrl-D); "
+    "//TEXT says /TEXT"
+)
 MARKED = "underline green"
 
 
@@ -82,7 +85,7 @@ class Chat:
         return stats
 
     def command(self, line: str) -> bool:
-        """A line that begins with a slash. True: the end."""
+        """A line that begins with a slash. True: the end. Raises InputError for no command."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return True
@@ -94,8 +97,10 @@ class Chat:
         elif word == "/system":
             self.begin(rest or None)
             say("a new conversation" + (f", under: {rest}" if rest else ", without a system message"))
-        else:
+        elif word == "/help":
             say(HELP)
+        else:
+            raise InputError(wanted=HELP, got=word, where="the conversation", next=f"/{line}, to say it to the target")
         return False
 
 
@@ -105,32 +110,35 @@ def converse(chat: Chat, lines: Iterable[str], console: Console) -> dict[str, An
     A line that gets no answer is dropped, said on stderr and listed in `refused`; where nobody types, the first of
     them is the result's `error` too.
     """
-    refused = list[dict[str, Any]]()
+    refused, shown = list[dict[str, Any]](), list[Part]()
     if chat.marks:
         say_marks(chat, console)
 
     def show(part: Part) -> None:
         style = MARKED if chat.marks and part.accepted else None
         console.print(part.text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+        shown.append(part)
 
-    for line in lines:
-        text = line.strip()
-        if text.startswith("/"):
-            marked = chat.marks
-            if chat.command(text):
-                break
-            if chat.marks != marked:
-                say_marks(chat, console)
-        elif text:
-            try:
-                stats = chat.say(text, show)
-            except InputError as error:
-                say(f"no answer\n{error.lines}")
-                refused.append({"user": text, **error.as_json()})
+    for text in filter(None, map(str.strip, lines)):
+        shown.clear()
+        try:
+            if text.startswith("/") and not text.startswith("//"):
+                marked = chat.marks
+                if chat.command(text):
+                    break
+                if chat.marks != marked:
+                    say_marks(chat, console)
                 continue
-            console.print()
-            if stats is not None:
-                say(f"[{stats.words}]")
+            stats = chat.say(text.removeprefix("/"), show)
+        except InputError as error:
+            if shown:
+                console.print()
+            say(f"no answer\n{error.lines}")
+            refused.append({"user": text, **error.as_json()})
+            continue
+        console.print()
+        if stats is not None:
+            say(f"[{stats.words}]")
     result: dict[str, Any] = {"source": chat.source.name, "turns": chat.turns, "refused": refused}
     if refused and not chat.patient:
         result["error"] = {part: told for part, told in refused[0].items() if part != "user"}

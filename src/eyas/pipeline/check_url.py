@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,11 @@ def check_url(
     promise = None if beside is None else read_promise(beside)
     suspects = [one for check in checks for one in check.findings]
     steps = launch.num_steps if launch is not None else None
-    checks.append(check_acceptance(served, promise, steps, suspects))
+    acceptance = check_acceptance(served, promise, steps, suspects)
+    if served is None and send:
+        words = "no round drafted: without a draft, or as an adaptive depth decodes where drafting does not pay"
+        acceptance = replace(acceptance, evidence=f"{send} prompts were asked and {words}")
+    checks.append(acceptance)
     passed = all(check.status == "pass" for check in checks)
     return result(checks, "pass" if passed else "unknown") | {
         "url": found.url,
