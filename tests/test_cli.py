@@ -91,6 +91,10 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
         (("watch", "http://127.0.0.1:9", "--url", "http://127.0.0.1:8"), "address http://127.0.0.1:9 and url"),
         (("watch", "runs/x/serve", "--pid", "3"), "folder runs/x/serve and pid 3"),
         (("watch", "--all", "--log", "x"), "all True and log x"),
+        (
+            ("train", "--captures", "c", "--out", "o", "--capture.max-length", "9"),
+            "--captures, or --capture.max-length",
+        ),
         (("prompts", "--out", ""), "a folder's name, not an empty word"),
         (("run", "demo", "--out", " ", "--plan"), "a folder's name, not an empty word"),
         (("export", "--draft", "d", "--out", "o", "--for", ""), "--for sglang@"),

@@ -22,7 +22,7 @@ app = App(
     name="eyas",
     version=__version__,
     help="Raise EAGLE-3 drafts: data, training, wiring checks, export, measurement.",
-    help_format="plaintext",
+    help_format="markdown",
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )

@@ -30,6 +30,7 @@ from eyas.cli.app import (
 )
 from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
+from eyas.pipeline.options import not_with
 from eyas.pipeline.plan import Plan
 from eyas.progress import mute, say
 from eyas.ranks import place_of, refuse_several
@@ -124,6 +125,9 @@ def train(
             where="the command line",
             next="eyas train --captures CAPTURES --out DRAFT",
         )
+
+    if captures is not None:
+        not_with("--captures", **{f"capture.{name}": getattr(capture, name) for name in capture.model_fields_set})
 
     def work() -> dict[str, Any]:
         from eyas.training.loop import train
