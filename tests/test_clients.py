@@ -298,7 +298,7 @@ def test_chat_whole_and_streamed_give_text_counts_and_reason(server: tuple[str, 
         (400, {"error": {"message": "too long"}}, None, "400: too long", "change what the server names"),
         (429, {}, None, "429: {}", "the same again in 3 s: the server is full"),
         (503, {"error": {"message": "loading"}}, None, "503: loading", "until it is ready"),
-        (500, {"error": {"message": "a fault"}}, None, "500: a fault", "--once"),
+        (500, {"error": {"message": "a\n  fault"}}, None, "500: a fault", "--once"),
         (200, [], None, "no JSON object: '[]'", "--url with the address that /v1/models lies behind"),
     ],
 )

@@ -17,6 +17,7 @@ Message = dict[str, str]
 DONE = "[DONE]"
 MODELS = "/v1/models"
 SHOWN = 300
+HERE = ("127.0.0.1", "localhost", "::1")
 NO_KEY = "export EYAS_API_KEY=KEY, the server's (in Python: key=KEY)"
 OTHER_KEY = "export EYAS_API_KEY=KEY, the server's: the one that was sent is another"
 NO_SUCH_SERVER = f"--url with the address that {MODELS} lies behind, as http://127.0.0.1:8000"
@@ -191,7 +192,7 @@ class OpenAI:
             advice = "change what the server names (a prompt beyond its context: a shorter one, fewer new tokens)"
         else:
             advice = self._look
-        return self._error(path, f"{status}: {said_of_text(answer.text)[:SHOWN]}", advice)
+        return self._error(path, f"{status}: {' '.join(said_of_text(answer.text).split())[:SHOWN]}", advice)
 
     def _unreachable(self, path: str, error: httpx2.HTTPError) -> InputError:
         """No answer, or one that broke off."""
@@ -201,8 +202,10 @@ class OpenAI:
             advice = "put the server's CA among those that this machine trusts, or use its http address"
         elif "[SSL" in words:
             advice = f"--url {self.url.replace('https://', 'http://')}, if the server speaks plain HTTP"
-        elif isinstance(error, httpx2.RemoteProtocolError) and self.url.startswith("http://"):
+        elif isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError) and self.url.startswith("http://"):
             advice = f"--url {self.url.replace('http://', 'https://')}, if the server wants TLS; else {self._look}"
+        elif isinstance(error, httpx2.ConnectError) and address(self.url).host not in HERE:
+            advice = "--url with a host and a port that answer (curl URL/v1/models)"
         elif isinstance(error, httpx2.ConnectError):
             advice = "eyas watch --all lists the servers of this machine, eyas serve starts one"
         return self._error(path, f"{type(error).__name__}: {words}", advice)
