@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
 from eyas.pipeline.inspect import inspect_path
+from eyas.recipe import PromptsSettings
 from eyas.run import write_manifest
+from eyas.stage import result_stage
 from eyas.wiring.findings import CODES
 
 CASES = Path(__file__).parents[1].parent / "shared" / "cases"
@@ -141,6 +144,17 @@ def test_prompts_are_counted_and_broken_lines_named(tmp_path: Path):
     seen = inspect_path(path)
     assert (seen["kind"], seen["records"], seen["broken_lines"]) == ("prompts", 2, [2, 4])
     assert codes(seen) == {"data_corrupt"}
+
+
+def test_a_run_tells_its_stages_what_they_found_and_what_is_missing(tmp_path: Path) -> None:
+    make_prompts(tmp_path / "prompts", PromptsSettings(train=2, heldout=1))
+    result_stage(tmp_path / "check", "check", settings={}, inputs={}, compute=lambda: {"verdict": "pass", "checks": []})
+    seen = inspect_path(tmp_path)
+    assert (seen["kind"], seen["check"], seen["draft"]) == ("run", {"verdict": "pass"}, None)
+    assert [stage["name"] for stage in seen["stages"]] == ["prompts", "check"]
+    assert seen["missing"] == ["responses", "captures", "draft", "evaluate", "export", "bench"]
+    (tmp_path / "prompts" / "prompts.jsonl").write_text("{}")
+    assert codes(inspect_path(tmp_path, verify=True)) == {"data_corrupt"}
 
 
 def test_a_folder_of_steps_names_the_step_to_inspect(tmp_path: Path):

@@ -24,7 +24,7 @@ from eyas.formats.tensor_values import value_problems
 from eyas.formats.trace import is_trace, read_trace
 from eyas.run import JSON, MANIFEST, hash_file, read_manifest, verify_files
 from eyas.shipped import read_card
-from eyas.stage import PROGRESS
+from eyas.stage import PROGRESS, RESULT
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.static_checks import find_target
@@ -54,6 +54,7 @@ def _engines(path: Path, seen: JSON, engines: Sequence[str], target: str | None)
         raise InputError(
             wanted="a draft to hold before an engine", got=seen["kind"], where=str(path), next="eyas inspect RUN/export"
         )
+    path = Path(seen["draft"] or path) if seen["kind"] == "run" else path
     facts = None if target is None else find_target(target)
     reports = [loader_report(path, engine, facts) for engine in engines]
     return {"engines": {str(report.engine): report.as_dict for report in reports}}
@@ -104,6 +105,8 @@ def _folder(path: Path, verify: bool) -> JSON:
         return _model_folder(path)
     if (path / WEIGHTS).is_file() or (path / INDEX).is_file():
         return _tensor_list(path, read_headers(path), config=None)
+    if made := [path / name for name in RUN if (path / name / MANIFEST).is_file()]:
+        return _run(path, made, verify)
     found = sorted(item.parent.name for item in path.glob(f"*/{CONFIG}"))
     if (path / PROGRESS).is_file():
         error = _unreadable(path, f"a stage that is not finished: {PROGRESS}, and no {MANIFEST}")
@@ -113,6 +116,38 @@ def _folder(path: Path, verify: bool) -> JSON:
     error = _unreadable(path, got)
     error.next = f"eyas inspect {path / found[-1]}" if found else error.next
     raise error
+
+
+RUN = ("prompts", "responses", "captures", "draft", "evaluate", "export", "check", "bench")
+"""The folders of a run, in order; result.json is what the last stages have found."""
+TOLD = {"evaluate": ("accept_length", "accept_length_walk"), "check": ("verdict",), "bench": ("speedup", "precision")}
+
+
+def _run(path: Path, made: Sequence[Path], verify: bool) -> JSON:
+    """A run: which stages are complete, what they found, and its draft, as exported where it is."""
+    seen = {folder.name: _stage(folder, verify) for folder in made}
+    draft = seen.get("export") or seen.get("draft")
+    found = {
+        name: {key: result.get(key) for key in keys}
+        for name, keys in TOLD.items()
+        if name in seen and (result := _read_json(path / name / RESULT))
+    }
+    return {
+        "kind": "run",
+        "path": str(path),
+        "stages": [{"name": name, "created": one["created"], "seconds": one["seconds"]} for name, one in seen.items()],
+        "missing": [name for name in RUN if name not in seen],
+        **found,
+        "draft": None if draft is None else draft["path"],
+        "boundaries": None if draft is None else draft.get("boundaries"),
+        "dialects": None if draft is None else draft.get("dialects"),
+        "findings": [
+            one
+            for name, stage in seen.items()
+            for one in stage["findings"]
+            if one["severity"] != "info" or name != "draft" or draft is stage  # an export has undone what these say
+        ],
+    }
 
 
 def _trace(path: Path) -> JSON:
