@@ -19,6 +19,7 @@ from eyas.models.target import Target, load_target
 from eyas.pipeline.inspect import inspect_path
 from eyas.wiring.check import check
 from eyas.wiring.static_checks import check_static
+from tiny import save_tiny_target
 from wiring_lab import draft_config, write_draft
 
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn)
@@ -107,6 +108,16 @@ def served(capsys: pytest.CaptureFixture[str], engine: str, draft: Path) -> list
     with pytest.raises(SystemExit):
         main(["serve", "8b-vllm", "--engine", engine, "--draft", str(draft), "--plan", "--json"])
     return json.loads(capsys.readouterr().out)["preflight"]["findings"]
+
+
+def test_a_draft_of_other_sizes_than_the_target_is_refused_before_the_start(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save_tiny_target(tmp_path / "other", layers=9)
+    with pytest.raises(SystemExit) as done:
+        main(["serve", "own-cpu", "--target", str(other), "--draft", str(folder), "--json"])
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert done.value.code == 1 and "num_hidden_layers 9" in error["wanted"] and "target_revision" in error["got"]
 
 
 def test_tables_of_target_ids_are_found_before_any_engine_is_started(

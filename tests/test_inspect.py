@@ -203,3 +203,8 @@ def test_no_tensor_list_however_odd_ends_in_a_traceback(tmp_path_factory, tensor
     path = tmp_path_factory.mktemp("list") / "tensors.json"
     path.write_text(json.dumps({"tensors": tensors, "config_hint": hint}))
     assert codes(inspect_path(path)) <= CODES.keys()
+
+
+def test_a_target_without_an_engine_to_hold_it_before_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="--engine beside --target"):
+        inspect_path(tmp_path, target="nowhere")

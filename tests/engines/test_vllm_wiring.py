@@ -15,7 +15,7 @@ from eyas.models.target import Target
 from eyas.wiring.findings import Finding
 from eyas.wiring.static_checks import Check
 from eyas.wiring.trace_draft import trace_checks
-from planted import Change, both, ids, nested_only, planted, setting, unchanged, untrained, without
+from planted import Change, both, ids, nested_only, planted, setting, unchanged, uneven, untrained, without
 from running import IN_PROCESS, ONE_PROCESS, declared, run_job
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(45 * 60)]
@@ -116,6 +116,7 @@ def lab(
     if config.boundaries != (2, 15, 27) or not config.fc_norm:
         pytest.skip("faults are planted in the demo's form of a draft: boundaries 2, 15, 27, norms before fc")
     folder = tmp_path_factory.mktemp("vllm")
+    export = planted(export, folder / "export", uneven)
     changes = {name: change for table in (DRAFTS, TAPS) for name, (change, _) in table.items()}
     drafts = {name: untrained(folder / "untrained" / name, target, **options) for name, options in WIRINGS.items()}
     drafts |= {name: planted(export, folder / "drafts" / name, change) for name, change in (REFUSED | changes).items()}

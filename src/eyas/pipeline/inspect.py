@@ -41,6 +41,13 @@ def inspect_path(path: Path, verify: bool = False, engines: Sequence[str] = (), 
     business.
     """
     path = path.absolute()
+    if target is not None and not engines:
+        raise InputError(
+            wanted="--engine beside --target",
+            got="--target alone",
+            where="inspect",
+            next="--engine sglang --engine vllm",
+        )
     try:
         seen = _inspect(path, verify)
         return seen | _engines(path, seen, engines, target) if engines else seen

@@ -16,7 +16,7 @@ from eyas.launch.said_taps import SaidTaps
 from eyas.shipped import draft_folder
 from eyas.wiring.findings import Finding
 from eyas.wiring.loaders import said_against
-from eyas.wiring.static_checks import find_target, local_target
+from eyas.wiring.static_checks import find_target, on_this_machine
 
 ENGINE = "vllm"
 """The one that says so (launch/said_taps.py)."""
@@ -84,12 +84,12 @@ class TapsWatch:
         return {"taps": latest, "findings": [one.model_dump(mode="json") for one in self.findings]}
 
     def _compare(self, told: SaidTaps | None) -> TapsLook | None:
-        folder = None if self.draft is None else local_target(self.draft)
+        folder = None if self.draft is None else on_this_machine(self.draft)
         if folder is None:
             why = NO_DRAFT if self.draft is None else f"{self.draft} is not on this machine: --draft FOLDER"
             return self._alone(told, why)
         try:
-            facts = None if self.target is None or local_target(self.target) is None else find_target(self.target)
+            facts = None if self.target is None or on_this_machine(self.target) is None else find_target(self.target)
             ids, source = (None, "model") if told is None else told
             found = said_against(folder, self.engine, ids, source, facts)
         except InputError as error:
@@ -130,7 +130,7 @@ def taps_of(found: Found, draft: str | None = None) -> TapsWatch:
 
 
 def _here(draft: str) -> Path:
-    folder = local_target(str(draft_folder(draft)))
+    folder = on_this_machine(str(draft_folder(draft)))
     if folder is None:
         raise InputError(
             wanted="a draft on this machine: a folder, its config.json, or a name in the cache",

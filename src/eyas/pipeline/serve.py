@@ -28,9 +28,10 @@ from eyas.recipe import Recipe, ServeSettings, TargetSettings
 from eyas.run import cache_folder, is_complete
 from eyas.shipped import default_draft, draft_folder
 from eyas.wiring.findings import Finding, findings
+from eyas.wiring.loaders import read_target
 from eyas.wiring.preflight import preflight
 from eyas.wiring.preflight.machine import cpu_memory_problem, port_problem
-from eyas.wiring.static_checks import check_weights
+from eyas.wiring.static_checks import check_weights, on_this_machine, target_problems
 
 ENDED = ("crashed", "stopped")
 OF_A_DRAFT = ("draft", "num_steps", "topk", "num_draft_tokens")
@@ -167,8 +168,11 @@ def look_ahead(command: Command, engine: str) -> dict[str, Any]:
     draft = None if command.draft is None or not Path(command.draft).exists() else Path(command.draft)
     weights = [] if draft is None else [one for check in check_weights(draft) for one in check.findings]
     if command.engine == "embedded":
-        problem = port_problem(command.port)
-        found = findings([] if problem is None else [problem], "launch") + weights
+        problem, folder = port_problem(command.port), on_this_machine(command.target)
+        problems = [] if problem is None else [problem]
+        if draft is not None and folder is not None:
+            problems += target_problems(draft, read_target(folder))
+        found = findings(problems, "launch") + weights
         return _preflight_words("fail" if found else "pass", found, {}, None)
     launch = parse_launch(engine, command.argv[1:], command.env)
     seen = preflight(launch, draft=draft)

@@ -24,6 +24,7 @@ from eyas.wiring.preflight import parse_launch, preflight
 
 Status = Literal["pass", "fail", "skipped", "unknown"]
 PROBE_TOKENS = 256
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 NO_WEIGHTS = "needs a draft folder with its weights"
 LEFT_OUT = ("tap identity", "teacher", "TTT parity", "acceptance")
 """Checks that need captures, weights and torch."""
@@ -194,6 +195,20 @@ def check_values(draft: Path) -> Check:
     return Check(name, "fail" if problems else "pass", evidence, [finding(one, str(folder)) for one in problems])
 
 
+def target_problems(draft: Path, target: TargetFacts) -> list[Problem]:
+    """Where a draft's own words of its target's sizes are not this target's: no weights are needed to see that."""
+    told = read_draft_config(read_json(chosen_step(draft) / "config.json")).target
+    if told is None:
+        return []
+    sizes = {name: (getattr(told, name), getattr(target, name)) for name in SIZES}
+    differing = [name for name, (theirs, this) in sizes.items() if this is not None and theirs != this]
+    if not differing:
+        return []
+    words = [", ".join(f"{name} {sizes[name][which]}" for name in differing) for which in (1, 0)]
+    fix = f"--target {told.name}, or a draft of this target; --plain serves it without one"
+    return [Problem("target_revision", where="draft", expected=words[0], found=f"{told.name}: {words[1]}", fix=fix)]
+
+
 def check_weights(draft: Path, target: TargetFacts | None = None) -> list[Check]:
     """What of a draft's weights shows without torch: its vocabulary's tables, its numbers."""
     return [check_tables(draft, target), check_values(draft)]
@@ -211,7 +226,7 @@ def reference_plan(target: str | None, captures: Path | None, draft: Path | None
     manifest = read_manifest(captures, "captures") if captures is not None and is_complete(captures) else None
     if target is None and manifest is not None:
         target = manifest.settings.get("target", {}).get("name")
-    folder = None if target is None else local_target(target)
+    folder = None if target is None else on_this_machine(target)
     if folder is None or not folder.is_dir():
         return {}
     if fits(folder):
@@ -230,7 +245,7 @@ def find_target(name: str) -> TargetFacts:
 
     Raises InputError where nothing is found: nothing is downloaded for this.
     """
-    found = local_target(name)
+    found = on_this_machine(name)
     if found is None:
         raise InputError(
             wanted="a target on this machine: a folder, its config.json, or a name in the cache",
@@ -241,7 +256,7 @@ def find_target(name: str) -> TargetFacts:
     return read_target(found)
 
 
-def local_target(name: str) -> Path | None:
+def on_this_machine(name: str) -> Path | None:
     """Where a target lies on this machine: as a path, in Eyas's cache, or in the hub's; None where it does not."""
     path = Path(name)
     if path.exists():
