@@ -95,15 +95,26 @@ TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "shape": lambda tensors: tensors.update({"norm.weight": torch.zeros(3)}),
     "nan": filled("fc.weight", -1, torch.nan),
     "infinite": filled("norm.weight", 0, -torch.inf),
+    "integers": lambda tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 100).to(torch.int8)}),
     "absolute": lambda tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(DRAFT_VOCAB)),
 }
 BLOCK: dict[str, Callable[[dict[str, object]], object]] = {
     "no number": put("rms_norm_eps", "small"),
     "zero": put("rope_theta", 0),
     "a size": put("intermediate_size", -4),
+    "no rope": put("rope_scaling", {"rope_type": "banana", "factor": 2.0}),
+    "layers": put("num_hidden_layers", 10**9),
     "absent": lambda block: block.pop("hidden_size"),
 }
-TEXTS = {"no block": '{"model_type": "llama"}', "no json": "{", "a list": "[]", "newer": '{"eyas": {"format": 2}}'}
+NEEDS_MORE = ("missing", "unexpected", "shape", "absolute", "integers", "no rope", "no block")
+"""Than a look at the folder: the module, or the target."""
+TEXTS = {
+    "no block": '{"model_type": "llama"}',
+    "no json": "{",
+    "a list": "[]",
+    "a word": '{"eyas": "x"}',
+    "newer": '{"eyas": {"format": 2}}',
+}
 
 
 def broken(folder: Path, change: str) -> Path:
@@ -133,6 +144,7 @@ def broken(folder: Path, change: str) -> Path:
         ("unexpected", "unexpected: extra.weight"),
         ("shape", "norm.weight (3,) for (16,)"),
         ("absolute", "target ids, not offsets"),
+        ("integers", "dtypes: fc.weight int8"),
         ("nan", "1 of 512 in fc.weight"),
         ("infinite", "NaN or infinity: 16 of 16 in norm.weight"),
         ("truncated", "whole safetensors"),
@@ -143,6 +155,9 @@ def broken(folder: Path, change: str) -> Path:
         ("no number", "draft.rms_norm_eps: 'small'"),
         ("zero", "draft.rope_theta: 0 (Input should be greater than 0)"),
         ("a size", "draft.intermediate_size: -4"),
+        ("no rope", "a rope_type that transformers has: default, "),
+        ("layers", "draft.num_hidden_layers: 1000000000 (Input should be less than or equal to 1000)"),
+        ("a word", "`eyas`: 'x' (config_key_wrong)"),
         ("absent", "draft.hidden_size: absent"),
         ("newer", "format 2"),
     ],
@@ -151,7 +166,15 @@ def test_a_broken_draft_folder_is_refused_in_words(tmp_path: Path, change: str, 
     with pytest.raises(InputError) as caught:
         load_draft(broken(tmp_path / "draft", change))
     assert words in str(caught.value)
-    if change not in ("missing", "unexpected", "shape", "absolute", "no block"):  # which need the module, or the target
+    if change not in (
+        "missing",
+        "unexpected",
+        "shape",
+        "absolute",
+        "integers",
+        "no rope",
+        "no block",
+    ):  # these need more
         with pytest.raises(InputError) as looked:
             look_at(tmp_path / "draft")
         assert str(looked.value) == str(caught.value)

@@ -276,6 +276,9 @@ def test_a_draft_that_does_not_fit_is_refused_with_its_finding(target32: Target,
 def test_settings_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="has 4 num_draft_tokens"):
         DraftingSettings(num_steps=3, num_draft_tokens=5)
+    with pytest.raises(ValueError, match="has 21 num_draft_tokens at most"):
+        DraftingSettings(num_steps=2, topk=4, num_draft_tokens=22)
+    assert DraftingSettings(num_steps=2, topk=4, num_draft_tokens=21).rows(2) == 21
     with pytest.raises(ValueError, match="shapes a tree"):
         DraftingSettings(num_draft_tokens=5)
     with pytest.raises(ValueError, match="never rises"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -356,6 +357,38 @@ def test_a_prompt_without_room_or_a_chain_without_a_draft_is_refused(target32: T
         with pytest.raises(InputError, match=f"0 .plain decoding. to {deep.num_steps} levels.*; got {num_steps}"):
             deep.generate([5], 5, num_steps=num_steps)
     deep.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "ids", "tokens", "steps"),
+    [
+        ("max_new_tokens", [1], 2.5, 0),
+        ("num_steps", [1], 5, 1.5),
+        ("float .1.5.", [1.5], 5, 0),
+        ("str .'h'.", "hello", 5, 0),
+        ("bool .True.", [True], 5, 0),
+        ("Tensor", torch.tensor([[1, 2]]), 5, 0),
+    ],
+)
+def test_what_is_no_token_or_no_count_is_refused_in_words(
+    target32: Target, words: str, ids: Any, tokens: Any, steps: Any
+) -> None:
+    engine = Engine(target32, announce=False)
+    with pytest.raises(InputError, match=words):
+        engine.generate(ids, tokens, steps)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"kernels": "banana"}, {"draft_dtype": torch.float16}, {"cache_rows": -4}],
+    ids=lambda choice: next(iter(choice)),
+)
+def test_a_choice_that_an_engine_does_not_have_is_refused_before_it_starts(
+    target32: Target, choice: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=f"Engine: {next(iter(choice))}"):
+        Engine(target32, announce=False, **choice)
 
 
 def test_a_draft_for_another_target_is_refused(target32: Target, tmp_path: Path) -> None:

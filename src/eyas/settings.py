@@ -71,6 +71,13 @@ class DraftingSettings(Section):
             )
         if self.topk == 1 and self.num_steps and self.num_draft_tokens not in (None, self.num_steps + 1):
             raise ValueError(f"a chain (topk 1) of {self.num_steps} steps has {self.num_steps + 1} num_draft_tokens")
+        if self.topk > 1 and self.num_steps and self.num_draft_tokens:
+            most = 1 + self.topk + (self.num_steps - 1) * self.topk**2
+            if self.num_draft_tokens > most:
+                raise ValueError(
+                    f"a tree of topk {self.topk} and {self.num_steps} steps has {most} num_draft_tokens at most, the "
+                    "last verified token included (as in SGLang)"
+                )
         if any(later > earlier for earlier, later in pairwise(self.simulate or ())):
             raise ValueError(f"a survival curve never rises: {self.simulate}")
         return self

@@ -17,7 +17,7 @@ from eyas.engine.forward import Forward
 from eyas.engine.graphed_draft import GraphedDraft
 from eyas.engine.graphed_forward import GraphedForward
 from eyas.engine.graphs import Recording, recording_for
-from eyas.engine.linear import uninstall
+from eyas.engine.linear import KERNELS, uninstall
 from eyas.engine.propose import Proposer
 from eyas.engine.rows import Verified
 from eyas.engine.sampling import Sampler
@@ -31,7 +31,7 @@ from eyas.engine.verify import CurveJudge, TargetJudge, Verdict, cut
 from eyas.errors import InputError
 from eyas.formats.trace import TraceRequest
 from eyas.models.draft import Draft
-from eyas.models.target import Target
+from eyas.models.target import DTYPES, Target
 from eyas.progress import say
 from eyas.settings import DraftingSettings, SamplingSettings
 
@@ -68,8 +68,9 @@ class Engine:
         costs: RoundCosts | None = None,
         recording: Recording | None = None,
     ) -> None:
+        _check_choices(kernels, draft_dtype, cache_rows)
         self.target, self.cache_rows = target, cache_rows
-        drafting = drafting or DraftingSettings()
+        drafting = drafting or DraftingSettings(num_steps=num_steps)
         self.num_steps = drafting.num_steps or num_steps
         self.drafting = drafting.model_copy(update={"num_steps": self.num_steps})
         self.rows = drafting.rows(self.num_steps)
@@ -240,6 +241,9 @@ class Engine:
 
     def _check(self, prompt_ids: Sequence[int], max_new_tokens: int, num_steps: int) -> None:
         context = self.target.context_length
+        for name, number in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
+            if type(number) is not int:
+                raise InputError(wanted="a whole number", got=repr(number), where=name, next=f"{name}=8")
         if max_new_tokens < 1:
             raise InputError(
                 wanted="1 new token or more", got=str(max_new_tokens), where="max_new_tokens", next="max_new_tokens=64"
@@ -250,6 +254,13 @@ class Engine:
                 got=f"{len(prompt_ids)} tokens",
                 where="the prompt",
                 next="shorten it" if prompt_ids else "give it at least one token",
+            )
+        if odd := [token for token in prompt_ids if type(token) is not int]:
+            raise InputError(
+                wanted="token ids, whole numbers",
+                got=f"{type(odd[0]).__name__} ({odd[0]!r})",
+                where="the prompt",
+                next="tokenizer(text).input_ids, a list; tensor.tolist() of a tensor [T]",
             )
         known = self.target.embedding.shape[0]
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < known:
@@ -278,3 +289,21 @@ class Engine:
                 where="num_steps",
                 next=f"num_steps={self.num_steps}, or an engine made with num_steps={max(1, num_steps)}",
             )
+
+
+def _check_choices(kernels: str, draft_dtype: torch.dtype | None, cache_rows: int | None) -> None:
+    if kernels not in ("auto", *KERNELS):
+        raise InputError(
+            wanted=f"auto, {', '.join(KERNELS)}", got=repr(kernels), where="Engine: kernels", next='kernels="auto"'
+        )
+    if draft_dtype not in (None, *DTYPES.values()):
+        raise InputError(
+            wanted=f"{', '.join(DTYPES)}, or None: the target's",
+            got=str(draft_dtype),
+            where="Engine: draft_dtype",
+            next="draft_dtype=torch.bfloat16",
+        )
+    if cache_rows is not None and cache_rows < 1:
+        raise InputError(
+            wanted="1 row or more, or None", got=str(cache_rows), where="Engine: cache_rows", next="leave it out"
+        )

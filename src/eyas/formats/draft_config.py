@@ -82,7 +82,7 @@ class DraftConfig(BaseModel):
     target_model_type: str
     hidden_size: int
     intermediate_size: Size
-    num_hidden_layers: Size = 1
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: Size

@@ -65,13 +65,13 @@ def read_config(raw: Config, target: TargetIdentity | None = None) -> DraftFile:
 
     Raises InputError for an `eyas` block of a newer format or that does not validate.
     """
-    return _read_eyas(raw) if isinstance(raw.get("eyas"), Mapping) else _read_foreign(raw, target)
+    return _read_foreign(raw, target) if raw.get("eyas") is None else _read_eyas(raw)
 
 
 def format_of(raw: Config) -> str:
     """Whose config.json this is, by what only they write."""
     names, nested = set(architectures(raw)), raw.get("eagle_config")
-    if isinstance(raw.get("eyas"), Mapping):
+    if raw.get("eyas") is not None:
         return "eyas"
     if "speculators_model_type" in raw or names & SPECULATORS_CLASSES:
         return "speculators"
@@ -90,6 +90,14 @@ def format_of(raw: Config) -> str:
 
 def _read_eyas(raw: Config) -> DraftFile:
     block = raw["eyas"]
+    if not isinstance(block, Mapping):
+        raise InputError(
+            wanted="an eyas block with a whole draft and target",
+            got=repr(block),
+            where="config.json: eyas",
+            next="export the draft again",
+            code="config_key_wrong",
+        )
     if block.get("format") != FORMAT:
         raise InputError(
             wanted=f"an eyas block of format {FORMAT}",

@@ -35,6 +35,7 @@ MLA = tuple(
     for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 )
 DTYPES = {"d2t": "I64", "t2d": "BOOL"}
+INTEGERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 
 def read_list(raw: Mapping[str, Any], where: str) -> dict[str, TensorHeader]:
@@ -108,7 +109,7 @@ def layout_of(headers: Headers, raw: Mapping[str, Any]) -> dict[str, Any]:
 def check_layout(headers: Headers, raw: Mapping[str, Any], config: DraftConfig | None) -> list[Problem]:
     """What is missing, unexpected or mis-shaped. `raw` is the config.json ({} without one)."""
     found = {canonical_name(name): header for name, header in headers.items()}
-    problems = _dtypes(found) + _spelling(headers)
+    problems = _dtypes(found, raw) + _spelling(headers)
     # an MLA draft without a head takes the target's, in both engines, where draft_vocab_size is null or the whole
     if config is not None and (config.block != "mla" or "lm_head.weight" in found):
         return problems + check_tensors(config, {name: header.shape for name, header in found.items()}, "tensors")
@@ -131,11 +132,20 @@ def _problem(code: str, where: str, expected: str, got: str, fix: str, severity:
     return Problem(code, where=where, expected=expected, found=got, fix=fix, severity=severity)
 
 
-def _dtypes(found: Headers) -> list[Problem]:
-    return [
+def _dtypes(found: Headers, raw: Mapping[str, Any]) -> list[Problem]:
+    """Tables of another dtype than engines read; weights in integers that nothing says how to read."""
+    tables = [
         _problem("dtype_mismatch", name, dtype, str(found[name].dtype), f"store {name} as {dtype}")
         for name, dtype in DTYPES.items()
         if name in found and found[name].dtype not in (None, dtype)
+    ]
+    if raw.get("quantization_config"):
+        return tables
+    fix = "store it as a float, or name the quantization_config that it was packed by"
+    return tables + [
+        _problem("dtype_mismatch", name, "floating-point numbers", str(header.dtype), fix)
+        for name, header in found.items()
+        if name.endswith((".weight", ".bias")) and header.dtype in INTEGERS
     ]
 
 

@@ -6,7 +6,7 @@ The folder is written file by file, each atomically, `config.json` last: a folde
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,9 +40,9 @@ class DraftInfo(BaseModel):
     tokenizer_hash: str
     """Empty for a draft that Eyas did not train."""
     template_hash: str | None
-    last_hidden_norm: str = "before"
+    last_hidden_norm: Literal["before", "after"] = "before"
     """Whether the captured last hidden (the teacher's) was `before` or `after` the target's final norm."""
-    loss_on: str = "assistant"
+    loss_on: Literal["assistant", "all"] = "assistant"
     mask: str = "l[t+1] and l[t+2]"
     """Which tokens must be supervised for row t to be, at step 0."""
     ttt_length: int | None
@@ -126,7 +126,7 @@ def look_at(folder: Path) -> None:
 def has_info(folder: Path) -> bool:
     """Whether Eyas wrote this folder's config.json."""
     path = chosen_step(folder) / CONFIG
-    return not path.is_file() or isinstance(read_json(path).get("eyas"), dict)
+    return not path.is_file() or read_json(path).get("eyas") is not None
 
 
 def _load_foreign(
@@ -164,9 +164,9 @@ def read_info(folder: Path) -> DraftInfo:
         )
     block = read_json(path).get("eyas")
     if not isinstance(block, dict):
-        got = "no `eyas` block" if block is None else f"`eyas`: {block!r}"
+        got, code = ("no `eyas` block", None) if block is None else (f"`eyas`: {block!r}", "config_key_wrong")
         next_step = "eyas export --draft DRAFT --target TARGET --out OUT takes over a draft made elsewhere"
-        raise InputError(wanted="a draft made by Eyas", got=got, where=str(path), next=next_step)
+        raise InputError(wanted="a draft made by Eyas", got=got, where=str(path), next=next_step, code=code)
     if block.get("format", FORMAT) != FORMAT:
         got = f"format {block['format']!r}"
         raise InputError(wanted=f"format {FORMAT}", got=got, where=str(path), next="pip install --upgrade eyas")
@@ -183,7 +183,7 @@ def make_info(
     tokenizer_hash: str,
     template_hash: str | None,
     ttt_length: int,
-    **facts: str,
+    **facts: Any,
 ) -> DraftInfo:
     """The `eyas` block of a draft made here, with the versions in use."""
     return DraftInfo(
@@ -233,9 +233,19 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
         for name in sorted(expected.keys() & found.keys())
         if found[name].shape != expected[name].shape
     ]
+    kinds = [
+        f"{name} {str(found[name].dtype).removeprefix('torch.')}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name].is_floating_point() != expected[name].is_floating_point()
+    ]
     problems = [
         f"{label} {', '.join(names)}"
-        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("shapes:", wrong))
+        for label, names in (
+            ("missing:", missing),
+            ("unexpected:", unexpected),
+            ("shapes:", wrong),
+            ("dtypes:", kinds),
+        )
         if names
     ]
     if problems:
@@ -244,11 +254,12 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
             got="; ".join(problems),
             where=str(path),
             next="eyas inspect DRAFT lists them",
-            code=_tensor_code(missing, unexpected),
+            code=_tensor_code(missing, unexpected, wrong),
         )
 
 
-def _tensor_code(missing: list[str], unexpected: list[str]) -> str:
+def _tensor_code(missing: list[str], unexpected: list[str], wrong: list[str]) -> str:
     if "d2t" in missing:
         return "d2t_missing"
-    return "tensor_missing" if missing else "tensor_unexpected" if unexpected else "shape_mismatch"
+    named = (("tensor_missing", missing), ("tensor_unexpected", unexpected), ("shape_mismatch", wrong))
+    return next((code for code, names in named if names), "dtype_mismatch")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from eyas.errors import InputError
@@ -23,8 +24,17 @@ from eyas.models.fused import Doubled, RMSNorm, Tokens
 def llama_config(config: DraftConfig) -> LlamaConfig:
     """The draft's block as transformers spells it (for its norm, MLP and rope modules).
 
-    Raises InputError for a rope scaling that lacks a key of its type.
+    Raises InputError for a rope scaling of no known type, or that lacks a key of its type.
     """
+    kind = rope_parameters(config)["rope_type"]
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise InputError(
+            wanted=f"a rope_type that transformers has: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}",
+            got=repr(kind),
+            where="draft config: rope_scaling",
+            next="write the type that the draft was trained with",
+            code="rope_scaling",
+        )
     try:
         return _llama_config(config)
     except KeyError as error:

@@ -117,7 +117,7 @@ def _config(file: DraftFile, raw: dict[str, Any], where: str) -> DraftConfig:
             wanted="layer ids that say which boundaries the draft was trained on",
             got=got,
             where=where,
-            next="--boundaries 2,15,27 states them; eyas check --captures measures them",
+            next="eyas export --boundaries 2,15,27 states them and takes it over; eyas check --captures measures them",
         )
     if file.config is None:
         raise InputError(

@@ -40,11 +40,11 @@ STAGES = {
 
 
 @torch.inference_mode()
-def check_draft_of(traced: Traced, draft: Draft | None) -> Check:
+def check_draft_of(traced: Traced, draft: Draft | None, lacks: str) -> Check:
     """fc, layer and logits of a prompt's draft rows, computed again by `draft` (float32) from what each was given."""
     name = f"trace draft ({traced.path.name})"
     if draft is None:
-        return Check(name, "skipped", "needs the draft's folder (--draft) and the target")
+        return Check(name, "skipped", f"needs {lacks}")
     if traced.trace is None or not traced.trace.of("fc"):
         return Check(name, "skipped", "needs a trace of an engine that drafts")
     if not traced.dumps:
@@ -139,11 +139,11 @@ def forward(draft: Draft, fused_TH: Tensor, ids: Sequence[int], start: int) -> T
 
 
 @torch.inference_mode()
-def check_tokens_of(traced: Traced, draft: Draft | None) -> Check:
+def check_tokens_of(traced: Traced, draft: Draft | None, lacks: str) -> Check:
     """The id that the next step embeds is the target's id of the best draft logit, by the folder's table."""
     name = f"trace tokens ({traced.path.name})"
     if draft is None:
-        return Check(name, "skipped", "needs the draft's folder (--draft) and the target")
+        return Check(name, "skipped", f"needs {lacks}")
     drafted = [] if traced.trace is None else list(drafted_tokens(traced.trace, draft.config.draft_vocab_size))
     if len(drafted) < FEWEST_TOKENS:
         return Check(name, "skipped", f"{len(drafted)} drafted tokens with their logits: trace a chain of 2 or more")
@@ -296,11 +296,14 @@ def trace_checks(
     elif folder is not None and has_info(folder):
         wanted = read_info(chosen_step(folder)).draft.boundaries
     exact = None if draft is None else draft.float()
+    lacking = [] if folder is not None or draft is not None else ["the draft's folder (--draft)"]
+    lacking += [] if isinstance(reference, Target) else ["the target in memory (--target)"]
+    lacks = " and ".join(lacking) or "a draft that loads (the vocabulary check says why this one does not)"
     checks: list[Check] = []
     for traced in read:
         checks += check_lines_of(traced)
         checks += check_trace(traced, reference, captures, wanted, device)
-        checks += [check_draft_of(traced, exact), check_tokens_of(traced, exact)]
+        checks += [check_draft_of(traced, exact, lacks), check_tokens_of(traced, exact, lacks)]
     return checks + [check_pair(one, other) for one, other in pairwise(read)]
 
 
