@@ -36,6 +36,13 @@ SAMPLED = SamplingSettings(
 )
 
 
+def drafting_of(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None, **more: Any) -> DraftingSettings:
+    """A tree of as many tokens, or of all that so few levels have."""
+    most = 1 + topk + (num_steps - 1) * topk**2
+    size = None if num_draft_tokens is None else min(num_draft_tokens, most)
+    return DraftingSettings(num_steps=num_steps, topk=topk, num_draft_tokens=size, **more)
+
+
 def random_config(r: random.Random) -> PreTrainedConfig:
     groups = r.choice([1, 1, 2, 3])
     heads = groups * r.choice([1, 2, 3, 5])
@@ -99,7 +106,7 @@ def test_a_drafted_text_is_the_plain_text_whatever_the_shape(kernels: str, seed:
     engine = Engine(
         target,
         random_draft(target, r),
-        drafting=DraftingSettings(num_steps=num_steps, **WAYS[way]),
+        drafting=drafting_of(num_steps, **WAYS[way]),
         kernels=kernels,
         int8=precision == 2,
         draft_int8=r.random() < 0.3,
