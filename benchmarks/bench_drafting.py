@@ -85,6 +85,8 @@ def main() -> None:
         drafting = WAYS[name]
         engine = Engine(target, draft, drafting=drafting, int8=int8, draft_int8=int8, announce=False)
         pairs: list[Pair] = []
+        for steps in (0, engine.num_steps):  # what a first text pays alone is no part of any pair
+            decode(engine, prompts[0], given.tokens, steps)
         with Progress(name, len(prompts), "prompts") as bar:
             for index, prompt in enumerate(prompts):
                 turns = (0, engine.num_steps) if index % 2 else (engine.num_steps, 0)
