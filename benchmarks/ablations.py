@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "Muon, three times the rate": ("train.optimiser=muon", "train.learning_rate=3e-3"),
     "AdamW, half the rate": ("train.learning_rate=5e-4",),
     "AdamW, twice the rate": ("train.learning_rate=2e-3",),
+    "twice the batch": ("train.batch_tokens=512",),
     "prompts too": ("train.loss_on=all",),
     "weights decay": ("train.weight_decay=0.1",),
     "from noise": ("train.initialise=random",),

@@ -6,7 +6,8 @@
 Without a draft an untrained one is taken: the worst case of an adaptive depth, told by kind of prompt with --per-kind
 (so many of each kind of the test set). Every prompt is decoded plainly and in
 every way in turn, so that a busy moment of the machine strikes all alike; read the ratios. `cpu` ones are of processor
-seconds, which other processes' turns are no part of.
+seconds, which other processes' turns are no part of; `priced` ones give every round the run's mean price of a round of
+its depth, so that a kind differs by what was drafted in it and not by the moment it was timed at.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -56,7 +57,8 @@ class Pair:
 
     plain: Generation
     fast: Generation
-    cpu: tuple[float, float]
+    plain_cpu: list[float]
+    fast_cpu: list[float]
 
 
 def main() -> None:
@@ -91,10 +93,14 @@ def main() -> None:
             for index, prompt in enumerate(prompts):
                 turns = (0, engine.num_steps) if index % 2 else (engine.num_steps, 0)
                 runs = {steps: decode(engine, prompt, given.tokens, steps) for steps in turns}
-                (plain, cpu), (fast, fast_cpu) = runs[0], runs[engine.num_steps]
-                pairs.append(Pair(plain, fast, (cpu, fast_cpu)))
+                (plain, plain_cpu), (fast, fast_cpu) = runs[0], runs[engine.num_steps]
+                pairs.append(Pair(plain, fast, plain_cpu, fast_cpu))
                 bar.advance(1)
-        results[name] = figures(pairs, engine) | {"cpu_by_kind": by_kind(prompts, pairs)}
+        kinds, prices = by_kind(prompts, pairs), Prices.of(pairs)
+        results[name] = figures(pairs, engine) | {
+            "cpu_by_kind": {kind: cpu_speedup(some) for kind, some in kinds.items()},
+            "priced_by_kind": {kind: prices.speedup(some) for kind, some in kinds.items()},
+        }
         engine.close()
         say(f"{name}: {json.dumps(results[name])}")
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,25 +109,48 @@ def main() -> None:
     say(f"wrote {given.out}")
 
 
-def decode(engine: Engine, prompt: BenchPrompt, tokens: int, num_steps: int) -> tuple[Generation, float]:
-    """A text, and the processor seconds of its rounds."""
-    text = engine.begin(prompt.ids, tokens, num_steps)
-    since = time.process_time()
+def decode(engine: Engine, prompt: BenchPrompt, tokens: int, num_steps: int) -> tuple[Generation, list[float]]:
+    """A text, and the processor seconds of each of its rounds."""
+    text, cpu = engine.begin(prompt.ids, tokens, num_steps), []
     while text.finish is None:
+        since = time.process_time()
         engine.round(text)
-    return text.generation(), time.process_time() - since
+        cpu.append(time.process_time() - since)
+    return text.generation(), cpu
 
 
-def by_kind(prompts: list[BenchPrompt], pairs: list[Pair]) -> dict[str, float]:
-    """Plain over drafted processor seconds of all prompts of a kind together."""
+def by_kind(prompts: list[BenchPrompt], pairs: list[Pair]) -> dict[str, list[Pair]]:
     kinds: dict[str, list[Pair]] = {}
     for prompt, pair in zip(prompts, pairs, strict=True):
         kinds.setdefault(prompt.id.removeprefix("test-").rpartition("-")[0], []).append(pair)
-    return {kind: cpu_speedup(both) for kind, both in kinds.items()}
+    return kinds
 
 
 def cpu_speedup(pairs: list[Pair]) -> float:
-    return round(sum(pair.cpu[0] for pair in pairs) / sum(pair.cpu[1] for pair in pairs), 3)
+    """Plain over drafted processor seconds of all of them together."""
+    return round(sum(sum(pair.plain_cpu) for pair in pairs) / sum(sum(pair.fast_cpu) for pair in pairs), 3)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Mean processor seconds of a plain text's round, and of a drafted text's by its depth."""
+
+    plain: float
+    fast: dict[int, float]
+
+    @staticmethod
+    def of(pairs: list[Pair]) -> "Prices":
+        costs: dict[int, list[float]] = {}
+        for pair in pairs:
+            for depth, cost in zip(pair.fast.depths, pair.fast_cpu, strict=True):
+                costs.setdefault(depth, []).append(cost)
+        plain = mean(cost for pair in pairs for cost in pair.plain_cpu)
+        return Prices(plain, {depth: mean(some) for depth, some in costs.items()})
+
+    def speedup(self, pairs: list[Pair]) -> float:
+        """Plain over drafted rounds at these prices: how a kind fares where every round costs what it does in all."""
+        plain = self.plain * sum(len(pair.plain_cpu) for pair in pairs)
+        return round(plain / sum(self.fast[depth] for pair in pairs for depth in pair.fast.depths), 3)
 
 
 def figures(pairs: list[Pair], engine: Engine) -> dict[str, object]:
