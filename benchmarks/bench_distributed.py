@@ -4,7 +4,8 @@
 
 Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, AdamW) on
 random states of the default target's shape. Both take the same global batch; the order of runs alternates, and the
-ratio is that of the best runs. Writes `bench/out/distributed.json`.
+ratio is that of the best runs. `apart` is what the machine's cores allow: as many processes that know nothing of each
+other, each with its part of the batch. Writes `bench/out/distributed.json`.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from eyas.training.distributed import joined
 from eyas.training.loop import Trainer
 
 OUT = Path("bench/out/distributed.json")
+Run = dict[str, Any]
 LENGTH, PROMPT, DRAFT_VOCAB = 204, 64, 8192
 
 
@@ -101,13 +103,32 @@ def made(tokens: int, parallel: Any, ranks: Any) -> Trainer:
     return Trainer(draft, info, teacher, batches, plan, [LENGTH] * count, settings, torch.float32, ranks)
 
 
-def launch(processes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    alone = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    alone += [] if processes == 1 else [f"--nproc-per-node={processes}"]
-    flags = ["--work", "--tokens", *map(str, options.tokens), "--parallel", *options.parallel]
-    command = [*alone, __file__, *flags, "--seconds", str(options.seconds)]
-    ran = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
-    return json.loads(ran.stdout.decode().strip().splitlines()[-1])
+def together(processes: int, options: argparse.Namespace) -> list[Run]:
+    """One process, or several by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return lines_of(started([] if processes == 1 else torchrun, options.tokens, options))
+
+
+def apart(options: argparse.Namespace) -> list[Run]:
+    """As many single processes side by side, each with its part of the batch: their tokens a second, summed."""
+    parts = [tokens // options.processes for tokens in options.tokens]
+    running = [started([], parts, options) for _ in range(options.processes)]
+    found = [lines_of(process) for process in running]
+    summed = [{key: sum(one[key] for one in ones) for key in ("tokens", "tok_s")} for ones in zip(*found, strict=True)]
+    return [{"parallel": "apart", "batch_tokens": n, **sums} for n, sums in zip(options.tokens, summed, strict=True)]
+
+
+def started(launcher: list[str], tokens: list[int], options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    flags = ["--work", "--tokens", *map(str, tokens), "--parallel", *options.parallel]
+    command = [sys.executable, *launcher, __file__, *flags, "--seconds", str(options.seconds)]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+
+
+def lines_of(process: subprocess.Popen[bytes]) -> list[Run]:
+    told, _ = process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return json.loads(told.decode().strip().splitlines()[-1])
 
 
 def main() -> None:
@@ -122,11 +143,12 @@ def main() -> None:
     if options.work:
         work(options)
         return
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    runs: dict[tuple[str, int], list[Run]] = {}
+    ways = (lambda: together(1, options), lambda: together(options.processes, options), lambda: apart(options))
     for pair in range(options.pairs):
-        for processes in (1, options.processes) if pair % 2 == 0 else (options.processes, 1):
-            for one in launch(processes, options):
-                print(f"{processes} processes: {one}", file=sys.stderr, flush=True)
+        for way in ways if pair % 2 == 0 else ways[::-1]:
+            for one in way():
+                print(one, file=sys.stderr, flush=True)
                 runs.setdefault((one["parallel"], one["batch_tokens"]), []).append(one)
     best = {key: max(found, key=lambda one: one["tok_s"]) for key, found in runs.items()}
     rows = []
@@ -136,9 +158,8 @@ def main() -> None:
         alone = best["alone", tokens]
         ratio = many["tok_s"] / alone["tok_s"]
         row = {"parallel": parallel, "batch_tokens": many["tokens"], "processes": options.processes, "ratio": ratio}
-        rows.append(
-            row | {"tok_s": many["tok_s"], "tok_s_alone": alone["tok_s"], "losses": [many["loss"], alone["loss"]]}
-        )
+        losses = [one["loss"] for one in (many, alone) if "loss" in one]
+        rows.append(row | {"tok_s": many["tok_s"], "tok_s_alone": alone["tok_s"], "losses": losses})
         told = f"{many['tok_s']:,.0f} tokens/s by {options.processes} processes, {alone['tok_s']:,.0f} by one"
         print(f"{parallel}, {many['tokens']} tokens a step: {told}: {ratio:.2f} times")
     facts = {"machine": machine(), "versions": versions(), "runs": [one for found in runs.values() for one in found]}

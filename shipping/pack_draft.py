@@ -117,13 +117,25 @@ def training_facts(root: Path, step: Path) -> JSON:
         manifest = read_manifest(root, "draft")
         keys = ("steps", "precision", "vocabulary_coverage")
         facts |= {key: manifest.facts[key] for key in keys} | {"machine": manifest.machine}
-        settings, seconds = manifest.settings, manifest.seconds
+        settings, seconds, start = manifest.settings, manifest.seconds, manifest.facts.get("start")
     else:
         state = json.loads((root / PROGRESS).read_text())
         facts |= {"steps": lines[-1]["step"], "precision": state["decided"].get("precision")}
-        settings, seconds = state["settings"], state["seconds"]
+        settings, seconds, start = state["settings"], state["seconds"], state["decided"].get("start")
+    if start is not None:
+        facts["start"] = described(start)
     kept = {**bare(settings["train"], "start_from"), "draft": settings["draft"]}
     return {**facts, "seconds": round(seconds), "settings": kept}
+
+
+def described(start: dict[str, str]) -> JSON:
+    """The draft that a run went on from, by its files' checksums; the one in the package by its card as well: how it
+    was trained (with its own start), on which answers, at which commit."""
+    path = shipped_root() / CARD
+    card = Card.model_validate_json(path.read_text()) if path.is_file() else None
+    if card is None or card.sha256 != start:
+        return {"sha256": start}
+    return {"sha256": start, "training": card.training, "answers": card.answers, "commit": card.commit}
 
 
 def rounded(draft: Path, out: Path) -> None:

@@ -157,8 +157,14 @@ def test_the_name_goes_where_a_folder_goes(
 def test_a_run_goes_on_from_it(held: Path, run_folder: Path, tiny_target: Path, tmp_path: Path) -> None:
     settings = TrainSettings(start_from="shipped", epochs=0.5, batch_tokens=64, precision="float32", evaluate_every=0)
     named = TargetSettings(name=str(tiny_target))
-    train(run_folder / "captures", tmp_path / "draft", settings, target=named)
+    manifest = train(run_folder / "captures", tmp_path / "draft", settings, target=named)
     assert torch.equal(load_draft(tmp_path / "draft")[0].d2t, load_draft(held)[0].d2t)
+    card = json.loads((held.parent / "card.json").read_text())
+    assert manifest.facts["start"] == card["sha256"]
+    pack_draft = script("pack_draft")
+    start = pack_draft.training_facts(tmp_path / "draft", tmp_path / "draft" / manifest.facts["draft"])["start"]
+    assert start == {"sha256": card["sha256"], **{key: card[key] for key in ("training", "answers", "commit")}}
+    assert pack_draft.described({"config.json": "0"}) == {"sha256": {"config.json": "0"}}
 
 
 def test_it_is_the_default_on_its_target_alone_and_said(

@@ -25,6 +25,7 @@ from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
 from eyas.run import JSON, Manifest, hash_file, read_manifest
+from eyas.shipped import draft_folder
 from eyas.stage import Stage
 from eyas.training.batches import Ahead, Batches, check_shares, parts, planned
 from eyas.training.distributed import Ranks, joined, stop_requested
@@ -38,6 +39,7 @@ from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
 from eyas.training.replicas import Replicas, whole_tensor
 from eyas.training.start import (
+    checksums,
     data_is_online,
     from_least_squares,
     open_samples,
@@ -239,6 +241,7 @@ def finished(trainer: Trainer, stage: Stage, target: Target, step: Path, counts_
         "steps": trainer.step,
         "precision": stage.decided["precision"],
         "processes": trainer.ranks.size,
+        **({"start": stage.decided["start"]} if "start" in stage.decided else {}),
         **measured,
     }
     paths = (*sorted(path for path in step.rglob("*") if path.is_file()), out / METRICS, out / EVENTS)
@@ -264,6 +267,8 @@ def prepare(
         draft.to(ranks.device)
     else:
         draft, info = starting_draft(target, samples, manifest, counts_V, settings, shape)
+        if settings.start_from is not None and ranks.leads:  # what it goes on from may be replaced by what it makes
+            stage.save(start=checksums(draft_folder(settings.start_from)))
     teacher = Teacher(target, target_ids(draft.d2t), samples.last_hidden_norm)
     train_split = samples.of_split("train")
     unit_A = None

@@ -19,9 +19,9 @@ from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import build_vocab, coverage
 from eyas.progress import say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
-from eyas.run import JSON, Manifest, check_same, manifest_hash
+from eyas.run import JSON, Manifest, check_same, hash_file, manifest_hash
 from eyas.shipped import draft_folder
-from eyas.stage import PROGRESS, Stage, begin, flat
+from eyas.stage import PROGRESS, Stage, begin, chosen_step, flat
 from eyas.training.distributed import Ranks
 from eyas.training.initialise import draft_config, expected_counts, new_draft, special_ids
 from eyas.training.inputs import check_draft
@@ -150,6 +150,12 @@ def from_least_squares(settings: TrainSettings, draft: Draft) -> bool:
     if (reason := unfit(draft)) is not None:
         say(f"train: {reason}: starts from the target's head alone")
     return reason is None
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Of a draft folder's config and weights: file name to checksum."""
+    held = sorted(path for path in chosen_step(folder).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    return {path.name: hash_file(path) for path in held}
 
 
 def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Manifest, shape: DraftSettings) -> Draft:
