@@ -52,6 +52,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "all rows below the sum": ("train.denominator=all",),
     "Muon": ("train.optimiser=muon",),
     "Muon, three times the rate": ("train.optimiser=muon", "train.learning_rate=3e-3"),
+    "AdamW, a quarter of the rate": ("train.learning_rate=2.5e-4",),
     "AdamW, half the rate": ("train.learning_rate=5e-4",),
     "AdamW, twice the rate": ("train.learning_rate=2e-3",),
     "twice the batch": ("train.batch_tokens=512",),
