@@ -12,7 +12,7 @@ from eyas.models.checkpoint import CONFIG, draft_tensors, load_draft, read_info
 from eyas.models.target import Target, load_target
 from eyas.pipeline.run import chain_findings
 from eyas.recipe import DraftSettings, Recipe, TargetSettings, TrainSettings
-from eyas.run import Manifest
+from eyas.run import Manifest, read_manifest
 from eyas.training import loop
 from eyas.training.loop import train
 from eyas.training.metrics import METRICS
@@ -60,6 +60,24 @@ def test_a_draft_of_ours_goes_on_where_it_stood_with_its_vocabulary(
     assert torch.equal(before.d2t, after.d2t) and before.config == after.config
     assert not torch.equal(before.fc.weight, after.fc.weight)
     assert 0.3 < manifest.facts["vocabulary_coverage"] < 1
+
+
+def test_a_start_that_was_replaced_is_said_and_a_way_to_begin_beside_one_is_refused(
+    captures: Path, first: Path, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, out = tmp_path / "start", tmp_path / "on"
+    shutil.copytree(first / str(read_manifest(first).facts["draft"]), start)
+    go_on(captures, out, start, tiny_target)
+    capsys.readouterr()
+    go_on(captures, out, start, tiny_target)
+    assert "another draft" not in capsys.readouterr().err
+    shutil.rmtree(start)
+    shutil.copytree(out / str(read_manifest(out).facts["draft"]), start)
+    go_on(captures, out, start, tiny_target)
+    assert f"began from another draft than {start} holds now" in capsys.readouterr().err
+    beside = {**SETTINGS.model_dump(exclude_unset=True), "start_from": str(start), "initialise": "random"}
+    with pytest.raises(InputError, match="random, beside a draft to go on from"):
+        train(captures, tmp_path / "r", TrainSettings(**beside), target=TargetSettings(name=str(tiny_target)))
 
 
 @pytest.mark.parametrize("writer", ["specforge", "speculators", "modelopt"])

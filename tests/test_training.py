@@ -20,7 +20,7 @@ from eyas.errors import InputError
 from eyas.models.checkpoint import draft_tensors, load_draft
 from eyas.models.target import Target, load_target
 from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
-from eyas.run import Manifest, read_manifest
+from eyas.run import Manifest, is_complete, read_manifest
 from eyas.training import loop, trainer_state
 from eyas.training.batches import Ahead, order, pack
 from eyas.training.evaluate import evaluate
@@ -99,11 +99,16 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
 
 
-def test_ctrl_c_finishes_the_step_and_leaves_a_resumable_folder(
-    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_finishes_the_step_and_leaves_a_resumable_folder(
+    captures: Path,
+    tmp_path: Path,
+    run: Callable[..., Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     with monkeypatch.context() as patch:
-        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), number))
         with pytest.raises(KeyboardInterrupt):
             run(captures, tmp_path / "draft")
     assert [folder.name for folder in trainer_state.step_folders(tmp_path / "draft")] == ["step-3", "step-5"]
@@ -153,6 +158,17 @@ def test_a_loss_that_is_not_finite_names_the_samples_and_keeps_the_checkpoint(
     assert "sample-4" in caught.value.got and "sample-0" not in caught.value.got
     for kept in trainer_state.step_folders(tmp_path / "draft"):
         assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(kept)[0]).values())
+
+
+def test_weights_that_are_not_finite_are_never_kept(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last update of all has no loss after it that could tell."""
+    settings = SETTINGS.model_copy(update={"learning_rate": 3e38, "epochs": 1e-9})
+    with pytest.raises(InputError, match="finite weights after step 1") as caught:
+        run(captures, tmp_path / "draft", settings)
+    assert "fc.weight" in caught.value.got and "learning_rate lower" in caught.value.next
+    assert not trainer_state.step_folders(tmp_path / "draft") and not is_complete(tmp_path / "draft")
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

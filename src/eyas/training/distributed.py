@@ -213,7 +213,8 @@ def on_sigterm(event: threading.Event) -> None:
 @contextmanager
 def stop_requested(ranks: Ranks) -> Generator[threading.Event]:
     """An event that the first Ctrl-C sets, so that the step in work is finished and saved; the second interrupts one
-    process alone (torchrun passes on what the terminal has sent already, and kills what does not end)."""
+    process alone (torchrun passes on what the terminal has sent already, and kills what does not end). SIGTERM, which
+    schedulers send, is the same: of several processes from their start on (`on_sigterm`), of one here."""
     stop = ranks.stopping
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -225,8 +226,10 @@ def stop_requested(ranks: Ranks) -> Generator[threading.Event]:
         stop.set()
         say("train: finishing this step and saving it")
 
-    before = signal.signal(signal.SIGINT, handle)
+    taken = (signal.SIGINT, signal.SIGTERM) if ranks.size == 1 else (signal.SIGINT,)
+    before = {number: signal.signal(number, handle) for number in taken}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -37,7 +37,7 @@ from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics, metrics, note
 from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
-from eyas.training.replicas import Replicas, whole_tensor
+from eyas.training.replicas import Replicas, local, whole_tensor
 from eyas.training.start import (
     checksums,
     data_is_online,
@@ -46,6 +46,7 @@ from eyas.training.start import (
     opened,
     precision,
     recorded,
+    say_start,
     starting_draft,
     trainable,
 )
@@ -154,10 +155,20 @@ class Trainer:
             wanted=f"a finite {what} at step {self.step + 1}",
             got=f"{value}; {'states that are not finite in' if bad else 'samples'}: {', '.join(named)}",
             where="captures" if bad else "train",
-            next="capture those samples again"
-            if bad
-            else "--set train.learning_rate lower; the last checkpoint is kept",
+            next="capture those samples again" if bad else CALMER,
         )
+
+    def check_weights(self) -> None:
+        """Raise InputError, everywhere, where an update left weights that are not finite: before they are kept."""
+        held = {name: local(parameter) for name, parameter in trained(self.draft).items()}
+        bad = self.everyones([name for name, weights in held.items() if not bool(weights.isfinite().all())])
+        if bad:
+            raise InputError(
+                wanted=f"finite weights after step {self.step}",
+                got=f"NaN or infinity in {', '.join(sorted(set(bad)))}",
+                where="train",
+                next=CALMER,
+            )
 
     def everyones(self, names: list[str]) -> list[str]:
         return [name for some in self.ranks.gather(names) for name in some]
@@ -173,6 +184,10 @@ class Trainer:
             if not all(bool(value.isfinite().all()) for value in (loss, *gradients)):
                 found.append(entries[index].id)
         return found
+
+
+CALMER = "--set train.learning_rate lower; where a step-N is kept, --set train.start_from to it, and another --out"
+"""Against what grew beyond all bounds: a run goes on with the settings it began with, so not in its own folder."""
 
 
 def train(
@@ -211,6 +226,8 @@ def train_among(
     settings = settings.model_copy(update={"online": online})
     kept = recorded(settings, shape, named, capture if online else None)
     stage = opened(ranks, data, manifest.stage, out, kept, settings)
+    if settings.start_from is not None and ranks.leads:
+        say_start(stage, draft_folder(settings.start_from))
     if stage.complete is not None:
         return stage.complete
     if ranks.leads and "precision" not in stage.decided:  # a resume computes as the run began, whatever is faster today
@@ -315,6 +332,7 @@ def run(trainer: Trainer, stage: Stage, heldout: HeldOut | None) -> tuple[Path, 
     total = sum(trainer.lengths[index] for step in trainer.plan for indices in step for index in indices)
 
     def save() -> None:
+        trainer.check_weights()
         if ranks.leads:
             stage.save()  # the seconds so far
         best = lines.best

@@ -111,6 +111,11 @@ def _summed(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """`tensor` itself, or all of it where it is in shards (all processes must ask)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -122,6 +122,13 @@ def starting_draft(
         expected_V = expected_counts(target, samples, samples.of_split("train")) if reduced else None
         draft = new_draft(target, config, counts_V, settings.initialise, settings.seed, expected_V)
     else:
+        if "initialise" in settings.model_fields_set and settings.initialise != "least_squares":
+            raise InputError(
+                wanted="a new draft to initialise",
+                got=f"{settings.initialise}, beside a draft to go on from: {settings.start_from}",
+                where="train.initialise",
+                next="leave out --set train.initialise, or --set train.start_from",
+            )
         draft = somebodys_draft(draft_folder(settings.start_from), target, samples, manifest, shape)
         say_coverage(draft, target, counts_V)
     if settings.on_policy and draft.config.method != "eagle3":
@@ -156,6 +163,13 @@ def checksums(folder: Path) -> dict[str, str]:
     """Of a draft folder's config and weights: file name to checksum."""
     held = sorted(path for path in chosen_step(folder).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
     return {path.name: hash_file(path) for path in held}
+
+
+def say_start(stage: Stage, folder: Path) -> None:
+    """Say it where `folder`, which a run names as its start, holds another draft now than when the run began."""
+    began = (stage.complete.facts if stage.complete else stage.decided).get("start")
+    if began is not None and folder.is_dir() and checksums(folder) != began:
+        say(f"train: {stage.folder} began from another draft than {folder} holds now; another --out goes on from that")
 
 
 def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Manifest, shape: DraftSettings) -> Draft:
