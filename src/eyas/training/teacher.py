@@ -27,6 +27,8 @@ class Teacher:
         head = target.head
         self.weight_DH = head.weight[ids_D].contiguous()
         self.bias_D = None if head.bias is None else head.bias[ids_D]
+        self.cast = (self.weight_DH, self.bias_D)
+        """The two in the dtype that was asked for last: it is the same in every step."""
 
     def normed(self, last_hidden_RH: Tensor) -> Tensor:
         """States as the head wants them, in the target's dtype."""
@@ -35,9 +37,9 @@ class Teacher:
 
     def probabilities(self, last_hidden_RH: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """softmax [R, D], float32, over the draft vocabulary's slice of the logits. `dtype`: that of the product."""
-        normed = self.normed(last_hidden_RH).to(dtype)
-        bias = None if self.bias_D is None else self.bias_D.to(dtype)
-        logits = F.linear(normed, self.weight_DH.to(dtype), bias).float()
+        if self.cast[0].dtype != dtype:
+            self.cast = (self.weight_DH.to(dtype), None if self.bias_D is None else self.bias_D.to(dtype))
+        logits = F.linear(self.normed(last_hidden_RH).to(dtype), *self.cast).float()
         return self.target.scaled(logits).softmax(dim=-1)
 
     def argmax(self, last_hidden_TH: Tensor) -> Tensor:
