@@ -1,5 +1,6 @@
 """A small captures folder written by hand: greedy answers of a tiny target to random prompts, float32 states."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def make_samples(target: Target, train: int = 10, heldout: int = 4, limit: int =
         split = "train" if number < train else "heldout"
         samples.append(captured(target, f"sample-{number}", split, ids, length))
     return samples
+
+
+def poisoned(sample: Sample, name: str = "taps_TA", value: float = float("nan")) -> Sample:
+    """With `value` in the states of a row whose next two tokens are the answer's."""
+    states = getattr(sample, name).clone()
+    states[len(sample.ids_T) - 3] = value
+    return replace(sample, **{name: states})
 
 
 def write_captures(folder: Path, made_by: Target, samples: list[Sample], **facts: Any) -> Path:

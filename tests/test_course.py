@@ -21,7 +21,7 @@ from eyas.training.heldout import HeldOut
 from eyas.training.loop import train
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
 from eyas.training.trainer_state import step_folders
-from made_captures import made, make_samples, write_captures
+from made_captures import made, make_samples, poisoned, write_captures
 
 SHAPE = DraftSettings(vocab_size=128)
 SETTINGS = TrainSettings(
@@ -143,6 +143,16 @@ def test_without_held_out_samples_the_last_step_is_the_draft(tmp_path: Path, tin
     folder = write_captures(tmp_path / "c", target := load_target(str(tiny_target)), make_samples(target, 3, 0))
     manifest = train(folder, tmp_path / "d", SETTINGS, SHAPE, name(tiny_target))
     assert manifest.facts["draft"] == f"step-{manifest.facts['steps']}" and HELD_OUT not in manifest.facts
+
+
+@pytest.mark.parametrize("part", ["taps_TA", "last_hidden_TH"])
+def test_a_held_out_state_that_is_not_finite_steers_nothing(tmp_path: Path, tiny_target: Path, part: str) -> None:
+    target = load_target(str(tiny_target))
+    samples = make_samples(target, 6, 3)
+    folder = write_captures(tmp_path / "c", target, [*samples[:7], poisoned(samples[7], part), samples[8]])
+    with pytest.raises(InputError) as caught:
+        train(folder, tmp_path / "d", SETTINGS, SHAPE, name(tiny_target))
+    assert caught.value.got == "states that are not finite in: sample-7"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSe
 from eyas.training.evaluate import Chains, Tally, add_sample, chains, continuation, evaluate, walk
 from eyas.training.loop import train
 from eyas.training.teacher import Teacher
-from made_captures import BOUNDARIES, captured, greedy_answer, make_samples, write_captures
+from made_captures import BOUNDARIES, captured, greedy_answer, make_samples, poisoned, write_captures
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,17 @@ def test_the_walk_over_sampled_answers_is_marked(
     sampled = write_captures(tmp_path / "captures", target, samples, greedy=False)
     result = evaluate(folders[1], sampled, EvaluateSettings(steps=2), TargetSettings(name=str(tiny_target)))
     assert result["walk_exact"] is False and result["off_path"] > 0
+
+
+@pytest.mark.parametrize("part", ["taps_TA", "last_hidden_TH"])
+def test_states_that_are_not_finite_are_not_scored(
+    folders: tuple[Path, Path], target: Target, tiny_target: Path, tmp_path: Path, part: str
+) -> None:
+    samples = make_samples(target, 1, 2)
+    other = write_captures(tmp_path / "captures", target, [*samples[:2], poisoned(samples[2], part)])
+    with pytest.raises(InputError) as caught:
+        evaluate(folders[1], other, EvaluateSettings(), TargetSettings(name=str(tiny_target)))
+    assert caught.value.got == "states that are not finite in: sample-2"
 
 
 @pytest.mark.parametrize("field", ["boundaries", "tokenizer_hash", "weights_hash"])

@@ -29,9 +29,9 @@ from eyas.training.loop import train
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
 from eyas.training.teacher import Teacher
-from made_captures import BOUNDARIES, made, make_samples, write_captures
+from made_captures import BOUNDARIES, made, make_samples, poisoned, write_captures
 
-SHAPE = DraftSettings(vocab_size=128)
+SHAPE, WHOLE = DraftSettings(vocab_size=128), DraftSettings(vocab_size=259)
 STATES_FILE = "trainer_state/shard-00001-model-00001-of-00001.safetensors"
 SETTINGS = TrainSettings(epochs=4, batch_tokens=64, ttt_length=3, save_every=3, precision="float32")
 
@@ -148,14 +148,14 @@ def test_other_settings_or_captures_do_not_resume(
 def test_a_loss_that_is_not_finite_names_the_samples_and_keeps_the_checkpoint(
     tmp_path: Path, target: Target, run: Callable[..., Manifest]
 ) -> None:
+    """A start that reads no states: the first step that reads them tells."""
     samples = make_samples(target, train=6, heldout=0)
-    poisoned = replace(samples[4], taps_TA=samples[4].taps_TA.clone())
-    poisoned.taps_TA[6] = float("nan")
-    folder = write_captures(tmp_path / "captures", target, [*samples[:4], poisoned, samples[5]])
-    settings = SETTINGS.model_copy(update={"save_every": 1, "batch_tokens": 32, "seed": 1})
+    folder = write_captures(tmp_path / "captures", target, [*samples[:4], poisoned(samples[4]), samples[5]])
+    settings = SETTINGS.model_copy(update={"save_every": 1, "batch_tokens": 32, "seed": 1, "initialise": "target"})
     with pytest.raises(InputError) as caught:
-        run(folder, tmp_path / "draft", settings)
-    assert "sample-4" in caught.value.got and "sample-0" not in caught.value.got
+        run(folder, tmp_path / "draft", settings, WHOLE)
+    assert caught.value.got == "nan; states that are not finite in: sample-4"
+    assert caught.value.wanted.startswith("a finite loss at step ")
     for kept in trainer_state.step_folders(tmp_path / "draft"):
         assert all(tensor.isfinite().all() for tensor in draft_tensors(load_draft(kept)[0]).values())
 
@@ -169,6 +169,30 @@ def test_weights_that_are_not_finite_are_never_kept(
         run(captures, tmp_path / "draft", settings)
     assert "fc.weight" in caught.value.got and "learning_rate lower" in caught.value.next
     assert not trainer_state.step_folders(tmp_path / "draft") and not is_complete(tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("shape", "initialise"),
+    [(WHOLE, "least_squares"), (SHAPE, "target"), (DraftSettings(vocab_size=128, block="mla"), "least_squares")],
+)
+@pytest.mark.parametrize("name", ["taps_TA", "last_hidden_TH"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_start_from_states_that_are_not_finite_names_the_sample(
+    tmp_path: Path,
+    target: Target,
+    run: Callable[..., Manifest],
+    shape: DraftSettings,
+    initialise: str,
+    name: str,
+    value: float,
+) -> None:
+    samples = make_samples(target, train=6, heldout=0)
+    bad = poisoned(samples[4], name, value)
+    folder = write_captures(tmp_path / "captures", target, [*samples[:4], bad, samples[5]])
+    with pytest.raises(InputError) as caught:
+        run(folder, tmp_path / "draft", SETTINGS.model_copy(update={"initialise": initialise}), shape)
+    assert caught.value.got == "states that are not finite in: sample-4"
+    assert trainer_state.step_folders(tmp_path / "draft") == []
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

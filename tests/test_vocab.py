@@ -68,6 +68,12 @@ def test_stop_ids_that_do_not_fit_are_refused() -> None:
         build_vocab(torch.ones(6, dtype=torch.int64), 2, keep=[6])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_count_that_is_no_number_is_refused_before_it_displaces_the_kept_ids(value: float) -> None:
+    with pytest.raises(InputError, match="got 1 of 6 that are not"):
+        build_vocab(torch.tensor([0.0, 5.0, value, 9.0, 5.0, 0.0]), 3, keep=[5])
+
+
 MASK = torch.tensor([False, True, False, True, True, False])
 
 

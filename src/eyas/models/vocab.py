@@ -18,7 +18,8 @@ def build_vocab(counts_V: Tensor, draft_vocab_size: int, keep: Iterable[int] = (
     """`(d2t, t2d)` of the `draft_vocab_size` most counted tokens, `keep` (stop ids and the like) always among them.
 
     Ties, and places left when fewer tokens were counted, go to the lowest ids: no id is ever twice. A draft vocabulary
-    of the target's size is the identity. Raises InputError where D exceeds V or `keep` does not fit.
+    of the target's size is the identity. Raises InputError where D exceeds V, `keep` does not fit, or a
+    count is not finite: a sort puts NaN before everything, `keep` too.
     """
     vocab_size, size = counts_V.numel(), draft_vocab_size
     kept = sorted(set(keep))
@@ -42,6 +43,13 @@ def build_vocab(counts_V: Tensor, draft_vocab_size: int, keep: Iterable[int] = (
             got=str(kept),
             where="the target's generation_config.json",
             next="mend eos_token_id there",
+        )
+    if not bool(counts_V.isfinite().all()):
+        raise InputError(
+            wanted="a finite count of each token",
+            got=f"{int((~counts_V.isfinite()).sum())} of {vocab_size} that are not",
+            where="what the target says after captured rows",
+            next="eyas check --captures CAPTURES compares them with their target",
         )
     ranked = counts_V.to(torch.float64, copy=True)
     ranked[kept] = torch.inf

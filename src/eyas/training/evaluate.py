@@ -31,7 +31,7 @@ from eyas.models.vocab import target_ids
 from eyas.progress import Progress
 from eyas.recipe import EvaluateSettings, TargetSettings
 from eyas.run import read_manifest
-from eyas.training.inputs import check_draft
+from eyas.training.inputs import check_draft, finite
 from eyas.training.loss import unroll
 from eyas.training.rows import Rows
 from eyas.training.teacher import Teacher
@@ -285,6 +285,8 @@ class Truth:
 
 @torch.no_grad()
 def truth_of(sample: Sample, teacher: Teacher) -> Truth:
+    """Raises InputError for a sample whose states are not finite."""
+    finite([sample])
     return Truth(teacher.argmax(sample.last_hidden_TH))
 
 

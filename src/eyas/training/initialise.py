@@ -19,6 +19,7 @@ from eyas.models.vocab import build_vocab, target_ids
 from eyas.progress import say
 from eyas.recipe import DraftSettings, validate
 from eyas.training.batches import spread
+from eyas.training.inputs import finite
 from eyas.training.teacher import Teacher
 
 SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
@@ -166,11 +167,12 @@ def expected_counts(target: Target, reader: Samples, indices: list[int]) -> Tens
     """The share of each token [V] among those supervised had the target drawn them, by its probabilities there.
 
     A draft serves texts that nobody has seen: of the tokens never counted these tell which are likely there.
+    Raises InputError for states that are not finite.
     """
     teacher = Teacher(target, torch.arange(0), reader.last_hidden_norm)
     summed_V, rows = torch.zeros(target.vocab_size, dtype=torch.float64), 0
     for group in spread(reader, indices, EXPECTED_ROWS):
-        for sample in reader.read_all(group):
+        for sample in finite(reader.read_all(group)):
             states = sample.last_hidden_TH[:-1][sample.loss_mask_T[1:]]
             if len(states):
                 summed_V += teacher.expected_counts(states)

@@ -1,9 +1,11 @@
-"""Whether captures belong to a target, and to a draft: refused by the name of the first field that differs."""
+"""Whether captures belong to a target, and to a draft: refused by the name of the first field that differs; and whether
+their states are numbers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.data.shards import Samples
+from eyas.data.shards import Sample, Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.models.checkpoint import DraftInfo
@@ -30,6 +32,20 @@ def check_captures(manifest: Manifest, reader: Samples, target: Target, where: P
     width = len(reader.boundaries) * target.hidden_size
     check_same("the width of the taps", width, first.taps_TA.shape[1], where, advice)
     check_same("the width of the last hidden", target.hidden_size, first.last_hidden_TH.shape[1], where, advice)
+
+
+def finite(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """These samples. Raises InputError, with their names, where some have states that are not finite in any row: the
+    rows after it read its taps."""
+    bad = [one.id for one in samples if not (one.taps_TA.isfinite().all() and one.last_hidden_TH.isfinite().all())]
+    if bad:
+        raise InputError(
+            wanted="finite states in every sample",
+            got=f"states that are not finite in: {', '.join(bad)}",
+            where="captures",
+            next="capture those samples again (eyas capture --precision float32), or leave them out",
+        )
+    return samples
 
 
 def check_draft(info: DraftInfo, reader: Samples, facts: dict[str, Any], where: Path) -> None:

@@ -21,6 +21,7 @@ from eyas.models.draft import Draft, Layer
 from eyas.progress import say
 from eyas.training.batches import spread
 from eyas.training.initialise import STATE_STD, gain, share_query_and_key
+from eyas.training.inputs import finite
 from eyas.training.teacher import Teacher
 
 SELF_SCORE = 8.0
@@ -112,7 +113,10 @@ def moments_of(draft: Draft, teacher: Teacher, samples: Samples, numbers: list[i
 def rows_of(
     draft: Draft, teacher: Teacher, samples: Samples, groups: list[list[int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, e and y of the rows before a supervised token, a group of samples at a time."""
+    """x, e and y of the rows before a supervised token, a group of samples at a time.
+
+    Raises InputError for states that are not finite.
+    """
     weight = draft.fc.weight
     first = draft.layers[0]
     assert isinstance(first, Layer), "a draft is made of draft layers"
@@ -120,7 +124,7 @@ def rows_of(
     norm_H = torch.where(norm_H.abs() < 1e-3, 1.0, norm_H)
     for group in groups:
         found = []
-        for sample in samples.read_all(group):
+        for sample in finite(samples.read_all(group)):
             keep = sample.loss_mask_T[1:].nonzero().flatten()
             ids = sample.ids_T[1:][keep].to(weight.device, torch.int64)
             x_RA = draft.before_fc(sample.taps_TA[keep].to(weight.device, torch.float32))
