@@ -128,9 +128,10 @@ def test_latent_attention_starts_from_the_targets_head_alone(
     assert "starts from the target's head alone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_fc_moves_as_if_it_read_taps_divided_by_their_units(optimiser: str) -> None:
-    settings = TrainSettings(optimiser=optimiser, learning_rate=0.01)  # type: ignore[arg-type]
+def test_fc_moves_as_if_it_read_taps_divided_by_their_units(optimiser: str, decay: float) -> None:
+    settings = TrainSettings(optimiser=optimiser, learning_rate=0.01, weight_decay=decay)  # type: ignore[arg-type]
     unit = torch.linspace(0.1, 30.0, make_draft().fc.in_features)
     in_units, divided = make_draft(), make_draft()
     with torch.no_grad():
@@ -144,6 +145,27 @@ def test_fc_moves_as_if_it_read_taps_divided_by_their_units(optimiser: str) -> N
         ours.step()
         plain.step()
     torch.testing.assert_close(in_units.fc.weight * unit, divided.fc.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_weight_decays_by_the_same_share_whatever_its_unit(optimiser: str) -> None:
+    settings = TrainSettings(optimiser=optimiser, learning_rate=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+    draft = make_draft()
+    before, unit = draft.fc.weight.detach().clone(), torch.ones(draft.fc.in_features)
+    unit[1], unit[2] = 0.1, 10.0
+    moved = make_optimiser(draft, settings, unit)
+    for parameter in draft.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    moved.step()
+    torch.testing.assert_close(draft.fc.weight.detach(), before * 0.999)
+
+
+@pytest.mark.parametrize(("method", "rest"), [("eagle3", set()), ("peagle", {3})])
+def test_only_matrices_decay(method: str, rest: set[int]) -> None:
+    draft = make_draft(method=method, mask_token_id=0)
+    groups = make_optimiser(draft, TrainSettings(weight_decay=0.1)).param_groups
+    assert {one.dim() for group in groups if group["weight_decay"] == 0.1 for one in group["params"]} == {2}
+    assert {one.dim() for group in groups if group["weight_decay"] == 0.0 for one in group["params"]} == {1, *rest}
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])

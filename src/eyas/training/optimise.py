@@ -53,7 +53,7 @@ class Optimiser:
 
     `unit_A`: what one of the columns of `fc` counts in, the deviation of the tap it reads: taps of one target differ
     tenfold, and a step of one size for all would move what the largest say by a hundred times what the smallest do.
-    `fc` is moved as if it read taps divided by it.
+    `fc` is moved as if it read taps divided by it; what decays is a share of each weight, whatever its column's unit.
     """
 
     def __init__(self, parts: list[torch.optim.Optimizer], fc: Tensor, unit_A: Tensor | None) -> None:
@@ -70,11 +70,12 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self) -> None:
-        before, unit_A = here(self.fc).clone(), self.unit_A
+        fc, unit_A, group = here(self.fc), self.unit_A, self.group(self.fc)
+        decayed = fc * (1 - group["lr"] * group["weight_decay"])
         for part in self.parts:
             part.step()
         if unit_A is not None:
-            here(self.fc).sub_(before).div_(unit_A).add_(before)
+            fc.sub_(decayed).div_(unit_A).add_(decayed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
@@ -84,6 +85,10 @@ class Optimiser:
         """The names of what is kept of this parameter from step to step: a checkpoint holds it, a resume wants it."""
         muon = isinstance(self.owner(parameter), Muon)
         return ("momentum_buffer",) if muon else ("step", "exp_avg", "exp_avg_sq")
+
+    def group(self, parameter: Tensor) -> dict[str, Any]:
+        """The parameter's own: its rate, its decay."""
+        return next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
 
     def owner(self, parameter: Tensor) -> torch.optim.Optimizer:
         """The one that moves this parameter."""
@@ -114,8 +119,8 @@ def make_optimiser(draft: Draft, settings: TrainSettings, unit_A: Tensor | None 
     inner = inside if settings.optimiser == "muon" else []
     rest = [parameter for name, parameter in named.items() if name not in inner]
     groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() == 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.dim() != 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
     if not inner:
