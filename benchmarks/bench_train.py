@@ -8,6 +8,7 @@ that for the backward, over the rate of a large float32 product measured here fi
 """
 
 import argparse
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,7 @@ def train_step(
     """What `Trainer.advance` does with one batch."""
     loss, _ = ttt_loss(draft, batch, teacher, to_draft, row_weights([batch], draft.t2d, settings), dtype)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(list(trained(draft).values()), settings.clip_norm)
+    torch.nn.utils.clip_grad_norm_(list(trained(draft).values()), settings.clip_norm or math.inf)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
 

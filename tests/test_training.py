@@ -74,6 +74,24 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return draft_tensors(load_draft(out)[0])
 
 
+def test_a_limit_of_zero_clips_nothing_and_tells_the_norm(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest]
+) -> None:
+    norms = {}
+    for limit in (0.0, 1e9, 1e-3):
+        settings = SETTINGS.model_copy(update={"epochs": 0.5, "evaluate_every": 0, "clip_norm": limit})
+        made = run(captures, tmp_path / str(limit), settings)
+        assert run(captures, tmp_path / str(limit), settings) == made
+        lines = (tmp_path / str(limit) / "metrics.jsonl").read_text().splitlines()
+        norms[limit] = [json.loads(line)["gradient_norm"] for line in lines]
+    assert norms[0.0] == norms[1e9] != norms[1e-3] and min(norms[0.0]) > 1e-3
+
+
+@pytest.mark.parametrize("seed", [2**43, -(2**43)])
+def test_the_largest_seeds_give_an_order(seed: int) -> None:
+    assert sorted(order(5, 1.0, seed)) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(
     captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, accumulate: int

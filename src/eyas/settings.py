@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class Section(BaseModel):
-    """A frozen section whose unknown keys are errors."""
+    """A frozen section whose unknown keys are errors, as are numbers that JSON has no word for (infinity, nan)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
@@ -34,7 +34,6 @@ def parts_of(value: Any) -> list[Any]:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class DraftingSettings(Section):
@@ -93,7 +92,7 @@ class DraftingSettings(Section):
 class SamplingSettings(Section):
     """Which token is chosen, in Hugging Face's order: bias, penalties, temperature, top-k, top-p, min-p, draw."""
 
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=0.0, ge=0)
     """0 is greedy (ties go to the lowest id); the filters below it are then without effect."""
     top_k: int = Field(default=0, ge=0)
     """Draw among the k most likely tokens, with those equal to the k-th; 0 is off."""
@@ -101,13 +100,13 @@ class SamplingSettings(Section):
     """Draw among the fewest most likely tokens whose probabilities reach this sum."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Draw among tokens at least this share as likely as the likeliest."""
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0)
     """Divides positive and multiplies negative logits of the tokens of prompt and text so far."""
-    presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    presence_penalty: float = 0.0
     """Taken off the logit of every token of the text so far."""
-    frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    frequency_penalty: float = 0.0
     """Taken off the logit of a token as often as the text so far holds it."""
-    logit_bias: dict[str, Finite] = Field(default={})
+    logit_bias: dict[str, float] = {}
     """Token id (text, as keys of TOML and JSON are) to what is added to its logit, before anything else."""
     seed: int = 0
     """The same seed gives the same text for a prompt, drafted or not."""

@@ -48,7 +48,7 @@ class ChatSettings(SamplingSettings):
     """The system message; none leaves it to the target's template."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Tokens of one answer at most."""
-    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=0.7, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=0.95, gt=0, le=1)
     """Draw among the fewest most likely tokens whose probabilities reach this sum."""

@@ -1,6 +1,6 @@
 """Sections of the draft: its shape, its training, its evaluation, its export."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -8,6 +8,10 @@ from eyas.formats.engines import parse_engine
 from eyas.formats.methods import MethodName
 from eyas.recipe.data import Precision
 from eyas.settings import Section, parts_of
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+SEEDS = 2**43
+"""Up to here, below zero too, a seed makes the order of every epoch (batches.order) within torch's 64 bits."""
 
 
 class DraftSettings(Section):
@@ -48,9 +52,9 @@ class DraftSettings(Section):
     """Block mla: the rotated part; none means the target's, else its head width, at most 64."""
     v_head_dim: int | None = Field(default=None, ge=1)
     """Block mla: width of a value; none means the target's, else its head width, at most 128."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(default=None, ge=1)
     """MLP width; none means the target's."""
-    rope_theta: float | None = None
+    rope_theta: float | None = Field(default=None, gt=0)
     """Rotary base; none means the target's."""
 
 
@@ -71,12 +75,12 @@ class TrainSettings(Section):
     """Where the cosine ends, as a share of the peak."""
     optimiser: Literal["adamw", "muon"] = "adamw"
     """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
     """On matrices only."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm limit."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Gradient norm limit; 0 clips nothing, and the norm is told all the same."""
     batch_tokens: int = Field(default=256, ge=1)
     """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
     accumulate: int = Field(default=1, ge=1)
@@ -107,7 +111,7 @@ class TrainSettings(Section):
     """Start from the target's head slice and final norm, with an attention that reads the own token (`target`); with
     the best linear guess of the captured states beside that (`least_squares`; latent attention has `target` in its
     place); or from noise."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-SEEDS, le=SEEDS)
     """Seed of initialisation and order."""
     save_every: int = Field(default=50, ge=1)
     """Optimiser steps between checkpoints; Ctrl-C saves at once."""

@@ -140,9 +140,9 @@ class Trainer:
         return summed[0, 0].item(), Sums(*summed[1:])
 
     def clip(self) -> float:
-        """Clip the gradient; its norm before."""
-        parameters = list(trained(self.draft).values())
-        return whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)).item()
+        """Clip the gradient, unless the limit is 0; its norm before."""
+        parameters, most = list(trained(self.draft).values()), self.settings.clip_norm or math.inf
+        return whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, most)).item()
 
     def not_finite(self, what: str, value: float, batches: list[Batch], weights: list[float]) -> InputError:
         """Which samples it was: those whose states are not finite, else those that do it alone, else all of them."""
