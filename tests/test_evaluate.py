@@ -196,6 +196,10 @@ def test_evaluate_gives_its_keys_and_reads_no_other_split(folders: tuple[Path, P
     assert result["accuracy"][0] == result["survival"][0] == result["conditional_acceptance"][0]
     with pytest.raises(InputError, match="nowhere"):
         evaluate(draft, captures, EvaluateSettings(), named, split="nowhere")
+    counts = {
+        one: evaluate(draft, captures, EvaluateSettings(), named, split=one)["samples"] for one in ("train", "all")
+    }
+    assert counts == {"train": 12, "all": 18}
 
 
 def test_the_walk_over_sampled_answers_is_marked(

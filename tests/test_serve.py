@@ -385,6 +385,21 @@ def test_a_start_without_a_draft_says_how_to_give_one(interpreter: Path) -> None
         prepare(recipe)
 
 
+def test_a_training_folder_is_served_by_its_step_or_named_with_the_export_to_make(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "draft"
+    for step in (3, 12):
+        (folder / f"step-{step}").mkdir(parents=True)
+        (folder / f"step-{step}" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    own = recipe_of((f"serve.draft={folder}", "target.name=owner/target"))
+    assert prepare(own, planning=True).command.draft == str(folder / "step-12")
+    theirs = recipe_of((f"serve.draft={folder}", "serve.engine=sglang@0.5.23", f"serve.python={interpreter}"))
+    with pytest.raises(InputError, match="the folder of a training run") as caught:
+        prepare(theirs)
+    assert caught.value.next == f"eyas export --draft {folder} --out EXPORT --for sglang, then --draft EXPORT"
+
+
 HEEDING = (
     "import signal, sys; signal.signal(signal.SIGINT, {}); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "from eyas.cli import main; main(sys.argv[1:])"

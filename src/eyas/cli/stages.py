@@ -3,7 +3,7 @@ runs, so that the program starts in a fraction of a second and works in the torc
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -143,7 +143,7 @@ def evaluate(
     draft: NamedDraft,
     captures: Captures,
     target: TargetFlags = TARGET,
-    split: Annotated[str, Parameter(help="Which samples: heldout, train or all.")] = "heldout",
+    split: Annotated[Literal["heldout", "train", "all"], Parameter(help="Which samples.")] = "heldout",
     settings: Annotated[EvaluateSettings, Flat] = EvaluateSettings(),
     common: Common = FLAGS,
 ) -> None:

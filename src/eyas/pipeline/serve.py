@@ -1,6 +1,7 @@
 """`eyas serve`: preflight, then one command line, started, watched until it is ready, and explained where it is not."""
 
 import os
+import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from eyas.progress import console, say
 from eyas.recipe import Recipe, ServeSettings, TargetSettings
 from eyas.run import cache_folder, is_complete
 from eyas.shipped import default_draft, draft_folder
+from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import read_target
 from eyas.wiring.preflight import preflight
@@ -107,7 +109,7 @@ def _draft(settings: ServeSettings, target: str, run: Path, planning: bool) -> t
         return None, f"served without a draft (plain): the baseline{words}"
     if settings.draft is not None:
         path = draft_folder(settings.draft)
-        return (str(path.absolute()), None) if path.exists() else (settings.draft, None)
+        return (str(_served(path, settings).absolute()), None) if path.exists() else (settings.draft, None)
     export = run / EXPORT
     if is_complete(export):
         return str(export.absolute()), None
@@ -122,6 +124,23 @@ def _draft(settings: ServeSettings, target: str, run: Path, planning: bool) -> t
         where="serve.draft",
         next="--draft FOLDER, or --plain to serve the target without one",
     )
+
+
+def _served(draft: Path, settings: ServeSettings) -> Path:
+    """A draft's folder; of a training run's the step that it hands on, which the embedded engine serves as it is.
+
+    Raises InputError for such a folder under an engine that reads exports.
+    """
+    step = chosen_step(draft)
+    if step != draft and settings.engine != "embedded":
+        engine = settings.engine.partition("@")[0]
+        raise InputError(
+            wanted=f"an export: {engine} cannot read what training writes",
+            got="the folder of a training run",
+            where=str(draft),
+            next=f"eyas export --draft {shlex.quote(str(draft))} --out EXPORT --for {engine}, then --draft EXPORT",
+        )
+    return step
 
 
 def require_target(name: str) -> None:

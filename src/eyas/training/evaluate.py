@@ -242,7 +242,7 @@ def evaluate(
     target: TargetSettings | None = None,
     split: str = "heldout",
 ) -> dict[str, Any]:
-    """Acceptance of `draft` on the `split` samples of `captures`, without an engine.
+    """Acceptance of `draft` on the `split` samples of `captures` (`heldout`, `train`, or `all` of them), no engine.
 
     Per step `accuracy` (hits), `conditional_acceptance` (hits where every earlier step hit), `survival` (joint
     prefixes); `accept_length` = 1 + sum of survival, over rows; `accept_length_walk`, over the engine's rounds
@@ -257,7 +257,7 @@ def evaluate(
     module, info = load_draft(draft, loaded.embedding, torch.float32)
     check_draft(info, reader, manifest.facts, captures)
     check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
-    chosen = [index for index, sample in enumerate(reader.samples) if sample.split == split]
+    chosen = [index for index, sample in enumerate(reader.samples) if split in ("all", sample.split)]
     if not chosen:
         raise InputError(
             wanted=f"captured samples of the {split} split",

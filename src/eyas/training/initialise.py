@@ -152,7 +152,7 @@ def count_tokens(reader: Samples, indices: Iterable[int], loss_on: str, vocab_si
             wanted="captures with supervised tokens",
             got="an empty loss mask in every train sample",
             where="captures: loss_mask",
-            next="eyas inspect CAPTURES; make the responses again, or train.loss_on=all",
+            next="eyas inspect CAPTURES; make the responses again, or --set train.loss_on=all",
             code="mask_empty",
         )
     return counts_V

@@ -42,7 +42,7 @@ def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> b
             wanted=f"a {' or '.join(wanted)} folder",
             got=f"a {manifest.stage} folder",
             where=str(data),
-            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (train.online=false)",
+            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (--set train.online=false)",
         )
     return manifest.stage == "responses"
 
