@@ -52,6 +52,13 @@ def poisoned(sample: Sample, name: str = "taps_TA", value: float = float("nan"))
     return replace(sample, **{name: states})
 
 
+def with_two_answers(sample: Sample) -> Sample:
+    """The second and third token, of the prompt, are marked too."""
+    mask_T = sample.loss_mask_T.clone()
+    mask_T[1:3] = True
+    return replace(sample, loss_mask_T=mask_T)
+
+
 def write_captures(folder: Path, made_by: Target, samples: list[Sample], **facts: Any) -> Path:
     folder.mkdir(parents=True)
     entries, start = [], 0

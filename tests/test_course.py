@@ -21,7 +21,7 @@ from eyas.training.heldout import HeldOut
 from eyas.training.loop import train
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics
 from eyas.training.trainer_state import step_folders
-from made_captures import made, make_samples, poisoned, write_captures
+from made_captures import made, make_samples, poisoned, with_two_answers, write_captures
 
 SHAPE = DraftSettings(vocab_size=128)
 SETTINGS = TrainSettings(
@@ -143,6 +143,18 @@ def test_without_held_out_samples_the_last_step_is_the_draft(tmp_path: Path, tin
     folder = write_captures(tmp_path / "c", target := load_target(str(tiny_target)), make_samples(target, 3, 0))
     manifest = train(folder, tmp_path / "d", SETTINGS, SHAPE, name(tiny_target))
     assert manifest.facts["draft"] == f"step-{manifest.facts['steps']}" and HELD_OUT not in manifest.facts
+
+
+def test_held_out_samples_that_no_round_can_walk_are_said(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(str(tiny_target))
+    samples = make_samples(target, 6, 3)
+    folder = write_captures(tmp_path / "c", target, [*samples[:6], *map(with_two_answers, samples[6:])])
+    train(folder, tmp_path / "d", SETTINGS.model_copy(update={"epochs": 1}), SHAPE, name(tiny_target))
+    said = capsys.readouterr().err
+    assert "train: 3 of 3 held-out samples are not measured: theirs is not one answer of two tokens or more" in said
+    assert "train: no held-out sample to measure, so accept length is not measured" in said
 
 
 @pytest.mark.parametrize("part", ["taps_TA", "last_hidden_TH"])

@@ -18,7 +18,7 @@ from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSe
 from eyas.training.evaluate import Chains, Tally, add_sample, chains, continuation, evaluate, walk
 from eyas.training.loop import train
 from eyas.training.teacher import Teacher
-from made_captures import BOUNDARIES, captured, greedy_answer, make_samples, poisoned, write_captures
+from made_captures import BOUNDARIES, captured, greedy_answer, make_samples, poisoned, with_two_answers, write_captures
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +213,17 @@ def test_the_walk_over_sampled_answers_is_marked(
     sampled = write_captures(tmp_path / "captures", target, samples, greedy=False)
     result = evaluate(folders[1], sampled, EvaluateSettings(steps=2), TargetSettings(name=str(tiny_target)))
     assert result["walk_exact"] is False and result["off_path"] > 0
+
+
+def test_a_sample_of_two_answers_is_refused_by_its_name(
+    folders: tuple[Path, Path], target: Target, tiny_target: Path, tmp_path: Path
+) -> None:
+    samples = make_samples(target, 1, 2)
+    other = write_captures(tmp_path / "captures", target, [*samples[:2], with_two_answers(samples[2])])
+    with pytest.raises(InputError, match="one answer, at the end of its sample") as caught:
+        evaluate(folders[1], other, EvaluateSettings(), TargetSettings(name=str(tiny_target)))
+    prompt = int((~samples[2].loss_mask_T).sum())
+    assert caught.value.got == f"{prompt - 3} unmarked tokens after the first marked one, in sample-2"
 
 
 @pytest.mark.parametrize("part", ["taps_TA", "last_hidden_TH"])

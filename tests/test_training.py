@@ -337,6 +337,24 @@ def test_an_empty_mask_is_refused_unless_all_tokens_are_trained_on(
     assert (tmp_path / "all" / "argmax.int32").stat().st_size == 4 * sum(len(one.ids_T) for one in samples)
 
 
+def test_a_mask_without_a_row_to_supervise_is_refused(
+    tmp_path: Path, target: Target, run: Callable[..., Manifest]
+) -> None:
+    """Every answer of one token: a row needs the two tokens after it."""
+    samples = [
+        replace(one, loss_mask_T=torch.arange(len(one.ids_T)) == len(one.ids_T) - 1)
+        for one in make_samples(target, 3, 0)
+    ]
+    folder = write_captures(tmp_path / "captures", target, samples)
+    with pytest.raises(InputError, match="no train sample with two supervised tokens in a row") as caught:
+        run(folder, tmp_path / "draft")
+    assert caught.value.code == "mask_empty"
+    first = make_samples(target, 1, 0)[0]
+    two = replace(first, loss_mask_T=torch.arange(len(first.ids_T)) >= len(first.ids_T) - 2)
+    folder = write_captures(tmp_path / "two", target, [two, *samples[1:]])
+    assert run(folder, tmp_path / "learns").facts["steps"] > 0
+
+
 def test_held_out_samples_are_never_trained_on(captures: Path, tmp_path: Path, run: Callable[..., Manifest]) -> None:
     train_tokens = sum(entry.length for entry in CaptureReader(captures).samples if entry.split == "train")
     settings = SETTINGS.model_copy(update={"epochs": 1})

@@ -67,13 +67,19 @@ def chains(
     """Draft `steps` tokens from every possible row of `sample`; None where no round can start.
 
     `argmax_T` [T] is the target's prediction after each row; `beyond`, where the target was asked, what follows the
-    token after the answer.
+    token after the answer. Raises InputError for a mask that is not one answer, at the end of its sample.
     """
     answer = sample.loss_mask_T.bool().nonzero()[:, 0]
     ids, length = sample.ids_T.to(torch.int64), len(sample.ids_T)
     if len(answer) < 2:
         return None
-    assert int(answer[-1] - answer[0]) == len(answer) - 1 and int(answer[-1]) == length - 1, "one answer, at the end"
+    if len(answer) != length - int(answer[0]):
+        raise InputError(
+            wanted="one answer, at the end of its sample: chains are drafted as a server drafts them, from a prompt on",
+            got=f"{length - int(answer[0]) - len(answer)} unmarked tokens after the first marked one, in {sample.id}",
+            where="captures: loss_mask",
+            next="capture each turn as a sample of its own, as eyas respond and eyas capture do",
+        )
     rows_R = torch.arange(int(answer[0]) - 1, length - 2)
     rows_R = rows_R[rows_R >= 0]
     after = [int(argmax_T[-1]), *(beyond or [])]

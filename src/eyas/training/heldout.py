@@ -7,6 +7,7 @@ from typing import Any
 
 from eyas.data.shards import Samples
 from eyas.models.draft import Draft
+from eyas.progress import say
 from eyas.training.distributed import Ranks
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.metrics import HELD_OUT
@@ -19,7 +20,11 @@ class HeldOut:
 
     def __init__(self, reader: Samples, teacher: Teacher, steps: int, limit: int, ranks: Ranks) -> None:
         self.reader, self.teacher, self.steps, self.ranks = reader, teacher, steps, ranks
-        usable = [number for number in reader.of_split("heldout") if _one_answer(reader, number)]
+        held = reader.of_split("heldout")
+        usable = [number for number in held if _one_answer(reader, number)]
+        if len(usable) < len(held):
+            unfit = f"train: {len(held) - len(usable)} of {len(held)} held-out samples are not measured"
+            say(f"{unfit}: theirs is not one answer of two tokens or more, after a prompt, at the end")
         count = min(limit, len(usable))
         self.chosen = [usable[place * len(usable) // count] for place in range(count)]
         self.truths: dict[int, Truth] = {}

@@ -20,6 +20,7 @@ from eyas.progress import say
 from eyas.recipe import DraftSettings, validate
 from eyas.training.batches import spread
 from eyas.training.inputs import finite
+from eyas.training.rows import supervise
 from eyas.training.teacher import Teacher
 
 SELF_SCORE, OUTPUT_GAIN, STATE_STD = 4.0, 3.0, 0.01
@@ -141,16 +142,20 @@ def _rope(config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def count_tokens(reader: Samples, indices: Iterable[int], loss_on: str, vocab_size: int) -> Tensor:
-    """How often each target token is supervised in these samples [V]. Raises InputError where none is."""
+    """How often each target token is supervised in these samples [V]. Raises InputError where no sample has a row to
+    supervise: two such tokens, one after another."""
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    learns = False
     for index in indices:
         ids_T = torch.tensor(reader.ids(index))
-        supervised = ids_T if loss_on == "all" else ids_T[reader.mask(index)]
-        counts_V += torch.bincount(supervised, minlength=vocab_size)
-    if not counts_V.any():
+        mask_T = torch.ones_like(ids_T, dtype=torch.bool) if loss_on == "all" else reader.mask(index)
+        counts_V += torch.bincount(ids_T[mask_T], minlength=vocab_size)
+        learns = learns or len(supervise(mask_T, [len(mask_T)], steps=1).index[0]) > 0
+    if not learns:
+        alone = "no train sample with two supervised tokens in a row: answers of one token teach nothing"
         raise InputError(
-            wanted="captures with supervised tokens",
-            got="an empty loss mask in every train sample",
+            wanted="captures with a row to supervise",
+            got=alone if counts_V.any() else "an empty loss mask in every train sample",
             where="captures: loss_mask",
             next="eyas inspect CAPTURES; make the responses again, or --set train.loss_on=all",
             code="mask_empty",

@@ -317,7 +317,7 @@ def held_out(trainer: Trainer, samples: Samples) -> HeldOut | None:
         return None
     found = HeldOut(samples, trainer.teacher, settings.ttt_length, settings.evaluate_samples, trainer.ranks)
     if not found.chosen:
-        say("train: no held-out sample, so accept length is not measured and the last step is the draft")
+        say("train: no held-out sample to measure, so accept length is not measured and the last step is the draft")
         return None
     return found
 
