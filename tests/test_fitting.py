@@ -10,13 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.cli import main
+from eyas.engine.server.arguments import parse
+from eyas.engine.server.start import load
 from eyas.errors import InputError
 from eyas.formats.headers import read_headers
 from eyas.formats.tensor_values import not_finite
+from eyas.measure.bench import bench
 from eyas.models.draft import make_draft
 from eyas.models.fitting import load_fitting
 from eyas.models.target import Target, load_target
+from eyas.pipeline.chat_engine import EngineChat
 from eyas.pipeline.inspect import inspect_path
+from eyas.pipeline.trace import trace
+from eyas.recipe import BenchSettings, ChatSettings, TargetSettings, TraceSettings
 from eyas.wiring.check import check
 from eyas.wiring.static_checks import check_static
 from tiny import save_tiny_target
@@ -108,6 +114,35 @@ def served(capsys: pytest.CaptureFixture[str], engine: str, draft: Path) -> list
     with pytest.raises(SystemExit):
         main(["serve", "8b-vllm", "--engine", engine, "--draft", str(draft), "--plan", "--json"])
     return json.loads(capsys.readouterr().out)["preflight"]["findings"]
+
+
+@pytest.mark.parametrize(("num_steps", "said"), [(3, False), (7, True)])
+@pytest.mark.parametrize("command", ["bench", "chat", "trace", "serve"])
+def test_a_chain_longer_than_trained_is_said_where_the_engine_takes_a_draft(
+    command: str, num_steps: int, said: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = TargetSettings(name=str(tmp_path / "nowhere"))
+    commands: dict[str, Callable[[], object]] = {
+        "bench": lambda: bench(nowhere, folder, BenchSettings(num_steps=num_steps)),
+        "chat": lambda: EngineChat(nowhere, ChatSettings(num_steps=num_steps), folder),
+        "trace": lambda: trace(folder, tmp_path / "out", TraceSettings(num_steps=num_steps), nowhere),
+        "serve": lambda: load(parse(["--target", nowhere.name, "--draft", str(folder), "--num-steps", str(num_steps)])),
+    }
+    with pytest.raises(InputError, match="nowhere"):
+        commands[command]()
+    line = f"warning: ttt_mismatch: num_steps {num_steps}, and the draft is trained for 3: --num-steps 3, or measure"
+    assert capsys.readouterr().err.count(line) == int(said)
+
+
+@pytest.mark.parametrize(("num_steps", "codes"), [("3", []), ("7", ["ttt_mismatch"])])
+def test_preflight_of_the_embedded_engine_warns_of_a_chain_longer_than_trained(
+    num_steps: str, codes: list[str], folder: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        words = ("--target", str(tiny_target), "--draft", str(folder), "--num-steps", num_steps, "--port", "18123")
+        main(["serve", "own-cpu", *words, "--plan", "--json"])
+    seen = json.loads(capsys.readouterr().out)["preflight"]
+    assert ([one["code"] for one in seen["findings"]], seen["verdict"]) == (codes, "pass")
 
 
 def test_a_draft_of_other_sizes_than_the_target_is_refused_before_the_start(

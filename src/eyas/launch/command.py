@@ -37,6 +37,8 @@ class Shape:
     topk: int
     num_draft_tokens: int
     method: MethodName = "eagle3"
+    trained: int | None = None
+    """The draft's TTT length, where its config says so."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
     """Depth, branches and verified tokens. SGLang: a chain verifies num_steps + 1 (speculative_hook.py:1255-1266)."""
     config = _read_draft(draft)
     method = method_of(config)
-    steps = settings.num_steps or _trained_length(config) or STEPS
+    trained = _trained_length(config)
+    steps = settings.num_steps or trained or STEPS
     if engine == "sglang" and METHODS[method].sglang is None:
         raise InputError(
             wanted="a draft of a method that SGLang has",
@@ -138,7 +141,7 @@ def draft_shape(draft: str, settings: ServeSettings, engine: str) -> Shape:
             where="serve.num_draft_tokens",
             next=f"--num-draft-tokens {steps + 1 if settings.topk == 1 else room}",
         )
-    return Shape(steps, settings.topk, tokens, method)
+    return Shape(steps, settings.topk, tokens, method, trained)
 
 
 def _read_draft(draft: str) -> JSON:

@@ -69,7 +69,7 @@ def bench(
     if draft is None and not settings.ngram:
         raise nothing_drafts(target.name)
     if draft is not None:
-        look_at(draft)
+        look_at(draft, settings.num_steps)
     load = _loader(target, draft)
     exact = load("float32")
     prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)

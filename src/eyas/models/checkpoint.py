@@ -23,6 +23,7 @@ from eyas.formats.tensor_values import value_problems
 from eyas.models.draft import Draft, make_draft
 from eyas.models.foreign import NamedTarget, read_foreign
 from eyas.models.vocab import check_vocab
+from eyas.progress import say
 from eyas.run import versions, write_atomic
 from eyas.stage import chosen_step
 
@@ -115,11 +116,18 @@ def load_draft(
     return draft.eval().requires_grad_(False), info
 
 
-def look_at(folder: Path) -> None:
-    """Raise InputError for what is wrong with a draft folder by itself: asked before a target is loaded for it."""
+def look_at(folder: Path, num_steps: int | None = None) -> None:
+    """Raise InputError for what is wrong with a draft folder by itself: asked before a target is loaded for it.
+
+    Says where it is to draft `num_steps` deep and was not trained so far (ttt_mismatch).
+    """
     folder = chosen_step(folder)
-    if has_info(folder):
-        read_info(folder)
+    trained = read_info(folder).ttt_length if has_info(folder) else None
+    if num_steps is not None and trained is not None and num_steps > trained:
+        say(
+            f"warning: ttt_mismatch: num_steps {num_steps}, and the draft is trained for {trained}: "
+            f"--num-steps {trained}, or measure whether more helps (eyas bench)"
+        )
     _whole_files(folder)
 
 

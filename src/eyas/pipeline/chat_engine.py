@@ -24,7 +24,7 @@ class EngineChat:
 
     def __init__(self, target: TargetSettings, settings: ChatSettings, folder: Path | None = None) -> None:
         if folder is not None:
-            look_at(folder)
+            look_at(folder, settings.num_steps)
         int8 = settings.precision == "int8"
         loaded = load_to_decode(target.name, settings.precision, trust_remote_code=target.trust_remote_code)
         draft = None

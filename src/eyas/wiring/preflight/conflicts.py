@@ -229,8 +229,11 @@ def _window(setting: Setting) -> Iterator[Problem]:
 
 
 def _chain(setting: Setting) -> Iterator[Problem]:
+    yield from chain_problems(setting.launch.num_steps, setting.ttt_length)
+
+
+def chain_problems(steps: int | None, trained: int | None) -> Iterator[Problem]:
     """A chain longer than training unrolled."""
-    steps, trained = setting.launch.num_steps, setting.ttt_length
     if steps is not None and trained is not None and steps > trained:
         found, fix = f"{steps} steps", f"num_steps {trained}, or measure whether more helps (eyas bench)"
         yield _problem("ttt_mismatch", "num_steps", f"at most {trained}, as trained", found, fix)
