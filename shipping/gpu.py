@@ -156,13 +156,14 @@ def epochs_for(recipe: Recipe, options: argparse.Namespace, rate: float, left: f
 
 @contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C by the clock: the step at work is finished and saved. The draft is then what was best until there."""
+    """Ctrl-C by the clock: the step at work is finished and saved. The draft is then the step measured
+    best until there, the newest where none was."""
     timer = threading.Timer(max(1.0, seconds), lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     try:
         yield
     except KeyboardInterrupt:
-        say("gpu: the time is up; the newest checkpoint is taken")
+        say("gpu: the time is up; the step measured best is taken, the newest where none was")
     finally:
         timer.cancel()
 

@@ -77,6 +77,20 @@ def test_the_best_step_is_never_pruned_and_is_the_draft_handed_on(
     assert all(file.startswith(("step-8/", "metrics", "events")) for file in manifest.files)
 
 
+def test_the_draft_of_an_unfinished_run_is_the_step_measured_best_that_is_there(tmp_path: Path) -> None:
+    for step in (4, 8, 10):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "config.json").write_text("{}")
+    assert chosen_step(tmp_path).name == "step-10"
+    measured = {2: 1.9, 4: 1.5, 8: 1.4}
+    lines = [{"step": step, **({HELD_OUT: measured[step]} if step in measured else {})} for step in range(1, 11)]
+    whole = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / METRICS).write_text(whole + '{"step": 10, "heldout_acc')
+    assert chosen_step(tmp_path).name == "step-4"
+    (tmp_path / METRICS).write_text(whole.replace("1.4", "1.5"))
+    assert chosen_step(tmp_path).name == "step-8"
+
+
 def name(folder: Path) -> TargetSettings:
     return TargetSettings(name=str(folder))
 

@@ -28,6 +28,8 @@ from eyas.run import (
 
 PROGRESS = "progress.json"
 RESULT = "result.json"
+METRICS, HELD_OUT = "metrics.jsonl", "heldout_accept_length"
+"""A training run's lines, one an optimiser step, and their key of the accept length measured there."""
 
 
 @dataclass
@@ -183,14 +185,22 @@ def check_file(folder: Path, name: str, manifest: Manifest) -> Path:
 
 def chosen_step(folder: Path) -> Path:
     """`folder` itself where it is a draft; of a training run's folder the step that its manifest hands on, and while it
-    is unfinished its newest `step-N`."""
+    is unfinished what it would hand on now: the step measured best, its newest `step-N` where none is measured."""
     if (folder / "config.json").is_file():
         return folder
     named = read_manifest(folder).facts.get("draft") if is_complete(folder) else None
     if named is not None:
         return folder / named
     steps = [path for path in folder.glob("step-*") if (path / "config.json").is_file()]
-    return max(steps, key=step_number, default=folder)
+    measured = measured_steps(folder / METRICS) if len(steps) > 1 else {}
+    return max(steps, key=lambda path: (measured.get(step_number(path), 0.0), step_number(path)), default=folder)
+
+
+def measured_steps(metrics: Path) -> dict[int, float]:
+    """Step to held-out accept length, which is 1 or more, by a run's lines; one that a kill cut is none."""
+    text = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    lines = [json.loads(line) for line in text if line.endswith("\n")]
+    return {line["step"]: line[HELD_OUT] for line in lines if HELD_OUT in line}
 
 
 def step_number(folder: Path) -> int:

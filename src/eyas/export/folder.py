@@ -46,7 +46,7 @@ def export_draft(
     target: TargetSettings | None = None,
     boundaries: Sequence[int] | None = None,
 ) -> Manifest:
-    """Write the draft (a folder with config.json, or a training folder: its newest step) for `settings.engines`.
+    """Write the draft (a folder with config.json, or a training folder: the step it hands on) for `settings.engines`.
 
     A draft made elsewhere needs its `target`, and `boundaries` where its layer ids do not say theirs. Raises
     InputError, with nothing written, where an engine cannot represent the draft or `out` holds something else.

@@ -10,10 +10,10 @@ from typing import Any
 
 from eyas.formats.events import first_record, scalars_record
 from eyas.run import disk_error, write_atomic
+from eyas.stage import HELD_OUT, METRICS
 from eyas.training.loss import Sums
 
-METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.eyas"
-HELD_OUT = "heldout_accept_length"
+EVENTS = "events.out.tfevents.eyas"
 Line = dict[str, Any]
 
 
