@@ -1,6 +1,7 @@
 """The course of a training run: held-out accept length measured on the way, the best step handed on, an early stop."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from eyas.formats.events import masked_crc, record, scalars_record
 from eyas.models.checkpoint import draft_tensors, load_draft, read_info
 from eyas.models.target import load_target
 from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
+from eyas.run import verify_files
 from eyas.stage import chosen_step
 from eyas.training import loop
 from eyas.training.evaluate import ByLength, Chains, evaluate
@@ -218,6 +220,52 @@ def test_acceptance_by_context_length_by_hand() -> None:
         {"from": 0, "to": 256, "rows": 1, "accept_length": 2.0, "rounds": 1, "accept_length_walk": 2.0},
         {"from": 256, "to": 512, "rows": 3, "accept_length": 2.0, "rounds": 2, "accept_length_walk": 1.5},
     ]
+
+
+def test_a_resume_keeps_the_lines_up_to_its_step_and_each_step_once(tmp_path: Path) -> None:
+    """The file was lost at step 6: its lines begin at 7, and the steps computed again are told by their numbers."""
+    lines = [{"step": step, "loss": step + 0.5, HELD_OUT: 1.0} for step in (7, 8, 9, 9, 10, 11)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "lo')
+    assert [line["step"] for line in Metrics(tmp_path, 9).lines] == [7, 8, 9] == [x["step"] for x in lines_of(tmp_path)]
+
+
+@pytest.mark.parametrize("bad", [b'{"step": 3, "lo', b"7", b'{"loss": 1}', b'{"step": null}', b"\0\xff", b""])
+def test_a_line_that_cannot_be_read_is_named_unless_it_is_the_last(tmp_path: Path, bad: bytes) -> None:
+    good = [json.dumps({"step": step}).encode() for step in (1, 2, 4)]
+    (tmp_path / METRICS).write_bytes(b"\n".join([*good, bad, b""]))
+    assert [line["step"] for line in Metrics(tmp_path, 9, writes=False).lines] == [1, 2, 4]
+    (tmp_path / METRICS).write_bytes(b"\n".join([*good[:2], bad, good[2], b""]))
+    with pytest.raises(InputError) as caught:
+        Metrics(tmp_path, 9)
+    assert caught.value.where == f"{tmp_path / METRICS}, line 3"
+
+
+def test_a_best_step_that_somebody_removed_is_not_handed_on(
+    captures: Path,
+    tmp_path: Path,
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Step 8 is the best and is removed; of the steps after it 16 is, no multiple of `save_every`, and is kept."""
+    settings = SETTINGS.model_copy(update={"patience": 0})
+    scripted(monkeypatch, [1.1, 1.5, 1.2, 1.4, *[1.3] * 50])
+    advance = loop.Trainer.advance
+
+    def dying(trainer: loop.Trainer) -> dict:
+        if trainer.step == 11:
+            raise RuntimeError("killed")
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "advance", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(captures, tmp_path / "d", settings, SHAPE, name(tiny_target))
+    shutil.rmtree(tmp_path / "d" / "step-8")
+    manifest = train(captures, tmp_path / "d", settings, SHAPE, name(tiny_target))
+    assert "the checkpoint of step 8, the best so far, is gone" in capsys.readouterr().err
+    assert manifest.facts["draft"] == "step-16" and manifest.facts[HELD_OUT] == 1.4
+    assert load_draft(tmp_path / "d")[1].ttt_length == 2 and verify_files(tmp_path / "d") == []
 
 
 def read_events(data: bytes) -> list[bytes]:

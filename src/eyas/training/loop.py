@@ -363,7 +363,7 @@ def chosen(out: Path, lines: Metrics, step: int, steps: int) -> tuple[Path, dict
     if step < steps:
         say(f"train: stopped at step {step} of {steps}: the loss falls, the held-out accept length does too")
     if lines.best is None:
-        return out / f"step-{step}", {"stopped_early": False}
+        return out / f"step-{step}", {"stopped_early": step < steps}
     best = lines.best
     say(f"train: the draft is step {best['step']}, held-out accept length {best[HELD_OUT]:.3f}")
     return out / f"step-{best['step']}", {"stopped_early": step < steps, HELD_OUT: best[HELD_OUT]}

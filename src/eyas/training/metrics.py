@@ -5,10 +5,13 @@ that it computes again, and a line cut by a kill.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eyas.errors import InputError
 from eyas.formats.events import first_record, scalars_record
+from eyas.progress import say
 from eyas.run import disk_error, write_atomic
 from eyas.stage import HELD_OUT, METRICS
 from eyas.training.loss import Sums
@@ -18,15 +21,24 @@ Line = dict[str, Any]
 
 
 class Metrics:
-    """The lines of the run in `folder`, up to `step`, and those that follow. Only who `writes` touches the files."""
+    """The lines of the run in `folder`, up to `step`, and those that follow. Only who `writes` touches the files.
+
+    Raises InputError for a line that cannot be read, other than the last.
+    """
 
     def __init__(self, folder: Path, step: int, writes: bool = True) -> None:
         self.path, self.events, self.writes = folder / METRICS, folder / EVENTS, writes
-        text = self.path.read_text().splitlines(keepends=True)[:step] if self.path.is_file() else []
-        self.lines: list[Line] = [json.loads(line) for line in text]
+        self.lines = read_lines(self.path, step)
+        self.gone = {line["step"] for line in self.measured if not (folder / f"step-{line['step']}").is_dir()}
+        """Measured steps of before whose checkpoints are no more: they cannot be the draft."""
+        best = highest(self.measured)
+        if best is not None and best["step"] in self.gone:
+            say(
+                f"train: the checkpoint of step {best['step']}, the best so far, is gone: another one will be the draft"
+            )
         if not writes:
             return
-        write_atomic(self.path, "".join(text))
+        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
         begun = self.lines[0].get("time", 0.0) if self.lines else 0.0
         write_atomic(self.events, first_record(begun) + b"".join(map(scalars_record, self.lines)))
 
@@ -50,15 +62,15 @@ class Metrics:
 
     @property
     def best(self) -> Line | None:
-        """The line of the highest held-out accept length, the later of equals."""
-        return max(self.measured, key=lambda line: (line[HELD_OUT], line["step"]), default=None)
+        """The line of the highest held-out accept length, the later of equals, of steps whose checkpoints are kept."""
+        return highest([line for line in self.measured if line["step"] not in self.gone])
 
     def overtrained(self, patience: int) -> bool:
         """Whether the last `patience` measurements (0: never) are below the best while the loss is below its own.
 
         Losses are means over the steps since the measurement before. A loss that rises too is no over-training.
         """
-        measured, best = self.measured, self.best
+        measured, best = self.measured, highest(self.measured)
         if best is None or patience == 0:
             return False
         place = measured.index(best)
@@ -71,6 +83,32 @@ class Metrics:
     def _loss(self, after: int, to: int) -> float:
         losses = [line["loss"] for line in self.lines if after < line["step"] <= to]
         return sum(losses) / len(losses)
+
+
+def highest(measured: Sequence[Line]) -> Line | None:
+    return max(measured, key=lambda line: (line[HELD_OUT], line["step"]), default=None)
+
+
+def read_lines(path: Path, step: int) -> list[Line]:
+    """The lines of steps up to `step`, each step's once, without a last one that cannot be read: a kill cut it."""
+    found: dict[int, Line] = {}
+    texts = path.read_bytes().splitlines() if path.is_file() else []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            at = int(line["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(texts):
+                break
+            raise InputError(
+                wanted="one object of JSON a line, with its step",
+                got=f"{type(error).__name__}: {error}",
+                where=f"{path}, line {number}",
+                next="remove that line and run the same command again: it resumes without that step's figures",
+            ) from error
+        if at <= step:
+            found[at] = line
+    return [found[at] for at in sorted(found)]
 
 
 def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: float) -> dict[str, Any]:
