@@ -56,6 +56,18 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("data", "capture"), [("--captures", False), ("--responses", True)])
+def test_the_plan_of_a_training_has_every_section_and_says_what_is_not_there(
+    data: str, capture: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (data, "nowhere", "--out", "o", "--target", "t", "--draft.block", "qwen3", "--epochs", "2")
+    status, out, _ = run(capsys, "train", *flags, "--plan", "--json")
+    plan = json.loads(out)
+    assert (status, plan["settings"]["epochs"], plan["draft"]["block"]) == (0, 2.0, "qwen3")
+    assert plan["target"] == {"name": "t", "trust_remote_code": False} and ("capture" in plan) is capture
+    assert plan["notes"] == ["nowhere is not there yet, or unfinished: what the run comes to is not known"]
+
+
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [

@@ -19,7 +19,7 @@ from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
 from eyas.models.checkpoint import draft_tensors, load_draft
 from eyas.models.target import Target, load_target
-from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
+from eyas.recipe import CaptureSettings, DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, is_complete, read_manifest
 from eyas.training import loop, trainer_state
 from eyas.training.batches import Ahead, order, pack
@@ -28,6 +28,7 @@ from eyas.training.initialise import draft_config, expected_counts, gain, new_dr
 from eyas.training.loop import train
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
+from eyas.training.start import foreseen
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made, make_samples, poisoned, write_captures
 
@@ -85,6 +86,13 @@ def test_a_limit_of_zero_clips_nothing_and_tells_the_norm(
         lines = (tmp_path / str(limit) / "metrics.jsonl").read_text().splitlines()
         norms[limit] = [json.loads(line)["gradient_norm"] for line in lines]
     assert norms[0.0] == norms[1e9] != norms[1e-3] and min(norms[0.0]) > 1e-3
+
+
+def test_what_a_run_comes_to_is_known_before_it(captures: Path, tmp_path: Path, run: Callable[..., Manifest]) -> None:
+    settings = SETTINGS.model_copy(update={"epochs": 1.5, "accumulate": 2, "evaluate_every": 0})
+    told = foreseen(captures, settings, CaptureSettings())
+    made = run(captures, tmp_path / "draft", settings)
+    assert told == {"samples": 10, "tokens": made.facts["tokens"], "steps": made.facts["steps"]}
 
 
 @pytest.mark.parametrize("seed", [2**43, -(2**43)])

@@ -47,6 +47,7 @@ from eyas.recipe import (
     load_recipe,
     validate,
 )
+from eyas.run import is_complete
 from eyas.shipped import chosen_draft
 
 
@@ -134,7 +135,15 @@ def train(
 
         return staged(out, train(data, out, settings, draft, target.settings, capture))
 
-    finish(common, Plan("train", [data, settings.start_from, target.target], [out], settings), work)
+    sections = {"draft": draft, "target": target.settings} | ({"capture": capture} if captures is None else {})
+    more: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    if common.plan and is_complete(data):
+        from eyas.training.start import foreseen
+
+        more["run"] = foreseen(data, settings, capture)
+    elif common.plan:
+        more["notes"] = [f"{data} is not there yet, or unfinished: what the run comes to is not known"]
+    finish(common, Plan("train", [data, settings.start_from, target.target], [out], settings, more), work)
 
 
 @app.command

@@ -59,7 +59,11 @@ def spread(samples: Samples, indices: list[int], rows: int) -> list[list[int]]:
 
 def planned(samples: Samples, settings: TrainSettings) -> list[list[list[int]]]:
     """Optimiser steps over all epochs, each of packed batches, each of indices of train samples."""
-    lengths, chosen = [sample.length for sample in samples.samples], samples.of_split("train")
+    return steps_over([sample.length for sample in samples.samples], samples.of_split("train"), settings)
+
+
+def steps_over(lengths: list[int], chosen: list[int], settings: TrainSettings) -> list[list[list[int]]]:
+    """The same of samples of these `lengths`, those of the train split `chosen`."""
     indices = [chosen[index] for index in order(len(chosen), settings.epochs, settings.seed)]
     packed = pack(indices, lengths, settings.batch_tokens)
     return [packed[first : first + settings.accumulate] for first in range(0, len(packed), settings.accumulate)]

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eyas.data.captures import survey
 from eyas.data.online import TargetSamples
+from eyas.data.responses import RESPONSES
 from eyas.data.shards import CaptureReader, Samples
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
@@ -19,9 +21,10 @@ from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import build_vocab, coverage
 from eyas.progress import say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
-from eyas.run import JSON, Manifest, check_same, hash_file, manifest_hash
+from eyas.run import JSON, Manifest, check_same, hash_file, manifest_hash, read_manifest
 from eyas.shipped import draft_folder
-from eyas.stage import PROGRESS, Stage, begin, chosen_step, flat
+from eyas.stage import PROGRESS, Stage, begin, check_file, chosen_step, flat
+from eyas.training.batches import steps_over
 from eyas.training.distributed import Ranks
 from eyas.training.initialise import draft_config, expected_counts, new_draft, special_ids
 from eyas.training.inputs import check_draft
@@ -45,6 +48,20 @@ def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> b
             next="--responses RESPONSES trains online, --captures CAPTURES on stored states (--set train.online=false)",
         )
     return manifest.stage == "responses"
+
+
+def foreseen(data: Path, settings: TrainSettings, capture: CaptureSettings) -> JSON:
+    """What a run on `data` comes to, by its samples' lengths alone: train `samples`, and over all epochs `tokens` and
+    `steps`, fewer where it stops early. Raises InputError for data that `train` would refuse or cannot be read."""
+    manifest = read_manifest(data)
+    if data_is_online(manifest, settings, data):
+        entries = survey(check_file(data, RESPONSES, manifest), capture)[0]
+    else:
+        entries = CaptureReader(data).samples
+    lengths, chosen = [one.length for one in entries], [n for n, one in enumerate(entries) if one.split == "train"]
+    steps = steps_over(lengths, chosen, settings) if chosen else []
+    tokens = sum(lengths[index] for batches in steps for indices in batches for index in indices)
+    return {"samples": len(chosen), "tokens": tokens, "steps": len(steps)}
 
 
 NOT_COMPARED = {"parallel", "device", "rank_timeout_s"}
