@@ -272,6 +272,32 @@ def test_a_checkpoint_cut_short_is_named_and_the_one_before_goes_on(
     assert run(captures, tmp_path / "draft").facts["steps"] > 7
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", STATES_FILE])
+def test_a_changed_byte_in_a_checkpoint_is_named_and_without_checksums_it_still_resumes(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Checkpoints of before hold sizes alone."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7, kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(captures, tmp_path / "draft")
+    step = tmp_path / "draft" / "step-6"
+    damaged = bytearray((step / name).read_bytes())
+    if name == "config.json":
+        damaged[-1:] = b" "  # still JSON, of the same length
+    else:
+        damaged[len(damaged) // 2] ^= 1
+    (step / name).write_bytes(damaged)
+    with pytest.raises(InputError) as caught:
+        run(captures, tmp_path / "draft")
+    assert caught.value.wanted == "a whole checkpoint" and caught.value.got == "other bytes than its checksum says"
+    assert caught.value.where == str(step / name) and f"remove {step} " in caught.value.next
+    done = json.loads((step / "trainer.json").read_text())
+    assert sorted(done.pop("sha256")) == ["config.json", "model.safetensors", STATES_FILE]
+    (step / "trainer.json").write_text(json.dumps(done))
+    assert run(captures, tmp_path / "draft").facts["steps"] > 7
+
+
 def test_a_step_without_a_supervised_row_moves_nothing_it_should_not(
     tmp_path: Path, target: Target, run: Callable[..., Manifest]
 ) -> None:

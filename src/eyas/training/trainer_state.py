@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from eyas.errors import InputError
 from eyas.models.checkpoint import CONFIG, DraftInfo, draft_tensors, load_draft, save_draft
 from eyas.models.draft import Draft
-from eyas.run import disk_error, write_atomic
+from eyas.run import disk_error, hash_file, write_atomic
 from eyas.stage import step_number
 from eyas.training.distributed import Ranks, is_lost
 from eyas.training.optimise import Optimiser, trained
 from eyas.training.replicas import whole_tensor
 
-STATES, TRAINER = "trainer_state", "trainer.json"
+STATES, TRAINER, SUMS = "trainer_state", "trainer.json", "sha256"
 KEPT = 2
 
 
@@ -58,8 +58,11 @@ def save_step(
         ranks.wait()
         write_states(partial / STATES, optimiser_tensors(draft, optimiser), ranks)
         if ranks.leads:
-            sizes = {path.name: path.stat().st_size for path in sorted((partial / STATES).iterdir())}
-            write_atomic(partial / TRAINER, json.dumps({"step": step, "tokens": tokens, STATES: sizes}) + "\n")
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            sizes = {path.name: path.stat().st_size for path in files if path.parent.name == STATES}
+            sums = {path.relative_to(partial).as_posix(): hash_file(path) for path in files}
+            done = {"step": step, "tokens": tokens, STATES: sizes, SUMS: sums}
+            write_atomic(partial / TRAINER, json.dumps(done) + "\n")
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
     except OSError as error:
@@ -88,12 +91,15 @@ def load_checkpoint(folder: Path, target_embedding: Tensor) -> tuple[Draft, Draf
 def restore(folder: Path, draft: Draft, optimiser: Optimiser, ranks: Ranks | None = None) -> tuple[int, int]:
     """Put the optimiser's moments and the random state back; returns steps and tokens done.
 
-    The draft's weights come from load_checkpoint. Raises InputError for a checkpoint that is not whole.
+    The draft's weights come from load_checkpoint. Raises InputError for a checkpoint that is not whole, or of which a
+    file is not what its checksum says (there were none once).
     """
+    ranks = ranks or Ranks()
     cursor = folder / TRAINER
     try:
         done = json.loads(cursor.read_text())
         step, tokens, sizes = int(done["step"]), int(done["tokens"]), dict(done.get(STATES, {}))
+        sums = dict(done.get(SUMS, {}))
     except (OSError, ValueError, KeyError) as error:
         raise _broken(str(cursor), str(error), folder) from error
     for name, size in sizes.items():
@@ -101,6 +107,9 @@ def restore(folder: Path, draft: Draft, optimiser: Optimiser, ranks: Ranks | Non
         if not path.is_file() or path.stat().st_size != size:
             got = f"{path.stat().st_size} bytes of {size}" if path.is_file() else "no such file"
             raise _broken(str(path), got, folder)
+    changed = [name for name, checksum in sums.items() if hash_file(folder / name) != checksum] if ranks.leads else []
+    if changed := ranks.share(changed):
+        raise _broken(str(folder / changed[0]), "other bytes than its checksum says", folder)
     for parameter in trained(draft).values():
         optimiser.owner(parameter).state[parameter] = {
             key: torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter)
@@ -110,7 +119,7 @@ def restore(folder: Path, draft: Draft, optimiser: Optimiser, ranks: Ranks | Non
     # before there were several processes the states were one file beside the draft
     source = folder / STATES if sizes else folder
     try:
-        read_states(source, tensors, ranks or Ranks())
+        read_states(source, tensors, ranks)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         if is_lost(error):
             raise
