@@ -1,6 +1,7 @@
 """Online training: the target beside the trainer gives what stored captures give, and writes no state."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from eyas.cli import main
 from eyas.data.captures import capture
 from eyas.data.online import TargetSamples
-from eyas.data.shards import CaptureReader
+from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
 from eyas.models.checkpoint import draft_tensors, load_draft
 from eyas.models.target import Target, load_target
@@ -62,6 +63,23 @@ def test_online_training_is_stored_training_bit_for_bit(
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     manifest = read_manifest(tmp_path / "online", "draft")
     assert manifest.settings["capture"]["store"] == store and list(manifest.inputs) == ["responses"]
+
+
+def test_a_held_out_answer_costs_one_forward_however_often_it_is_measured(
+    tmp_path: Path, responses: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_all, asked = TargetSamples.read_all, list[int]()
+
+    def counting(samples: TargetSamples, numbers: Sequence[int]) -> list[Sample]:
+        asked.extend(number for number in numbers if samples.samples[number].split == "heldout")
+        return read_all(samples, numbers)
+
+    monkeypatch.setattr(TargetSamples, "read_all", counting)
+    settings = SETTINGS.model_copy(update={"evaluate_every": 1, "evaluate_samples": 2})
+    train(responses, tmp_path / "online", settings, SHAPE, TargetSettings(name=str(tiny_target)), ALONE)
+    lines = [json.loads(line) for line in (tmp_path / "online" / METRICS).read_text().splitlines()]
+    assert sum("heldout_accept_length" in line for line in lines) > 2
+    assert len(asked) == len(set(asked)) == 2
 
 
 def test_samples_that_share_a_forward_train_to_the_same_within_rounding(

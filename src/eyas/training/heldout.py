@@ -5,7 +5,7 @@ EAGLE-3 over-trains: its loss still falls when what a server accepts does so too
 
 from typing import Any
 
-from eyas.data.shards import Samples
+from eyas.data.shards import Sample, Samples
 from eyas.models.draft import Draft
 from eyas.progress import say
 from eyas.training.distributed import Ranks
@@ -27,17 +27,19 @@ class HeldOut:
             say(f"{unfit}: theirs is not one answer of two tokens or more, after a prompt, at the end")
         count = min(limit, len(usable))
         self.chosen = [usable[place * len(usable) // count] for place in range(count)]
-        self.truths: dict[int, Truth] = {}
+        self.asked: dict[int, tuple[Sample, Truth]] = {}
+        """This process's of the chosen ones, read once: online their states cost a forward of the target."""
 
     def measure(self, draft: Draft) -> dict[str, Any]:
         """`heldout_accept_length` (the walk; over rows where answers were sampled), `heldout_survival` over rows, and
         `heldout_by_context`: the accept length over rows by the first context length of each bucket."""
         tally = Tally(self.steps)
         for number in self.chosen[self.ranks.place.rank :: self.ranks.size]:
-            (sample,) = self.reader.read_all([number])
-            if number not in self.truths:
-                self.truths[number] = truth_of(sample, self.teacher)
-            add_sample(tally, draft, sample, self.teacher, self.truths[number])
+            if number not in self.asked:
+                (sample,) = self.reader.read_all([number])
+                self.asked[number] = sample, truth_of(sample, self.teacher)
+            sample, truth = self.asked[number]
+            add_sample(tally, draft, sample, self.teacher, truth)
         tallies = self.ranks.gather(tally)
         for other in tallies[1:]:
             tallies[0].merge(other)
