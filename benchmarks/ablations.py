@@ -5,8 +5,10 @@
 
 First every change with one seed; then the best three and the default with two seeds more. Each run is a row of
 `bench/out/ablations.jsonl`: what was changed, seed, held-out accept length (the walk, chains of `evaluate.steps`), and
-what it cost. A run that has its row is not run again and a run that was cut resumes; no run starts once those of this
-set have taken `--hours` in all. `--set` lays the same base under all of them; rows of another base or set are others.
+what it cost. A run that has its row is not run again and a run that was cut resumes; no run starts that would, by what
+the last ones took, bring those of this set beyond `--hours` in all. `--set` lays the same base under all of them; rows
+of another base or set are others, and so are rows of settings that their change, or a default, no longer means: those
+are neither shown nor counted, and their runs are made again.
 
 Figures are shown as the mean over seeds with a 95 % interval (Student's t over seeds), and as the paired difference to
 the default on the same seeds: with one seed there is no interval and nothing is proven. Each run's best step is chosen
@@ -17,6 +19,7 @@ little high, all in the same way.
 import argparse
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
@@ -29,11 +32,13 @@ from eyas.models.checkpoint import load_draft
 from eyas.models.target import load_target
 from eyas.models.vocab import target_ids
 from eyas.progress import say
-from eyas.recipe import Recipe, recipe_of
-from eyas.run import hash_json, machine, manifest_hash, versions
+from eyas.recipe import CaptureSettings, Recipe, recipe_of
+from eyas.run import JSON, hash_json, machine, manifest_hash, read_manifest, versions
+from eyas.stage import flat
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.inputs import check_draft
 from eyas.training.loop import train
+from eyas.training.start import recorded
 from eyas.training.teacher import Teacher
 
 OUT = Path("bench/out")
@@ -67,6 +72,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "half the vocabulary": ("draft.vocab_size=4096",),
     "twice the vocabulary": ("draft.vocab_size=16384",),
 }
+LAST = 3
+"""Runs by which the time of the next is foretold."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % points of Student's t by number of seeds."""
 Row = dict[str, Any]
@@ -82,6 +89,32 @@ def rows_of(path: Path, base: str) -> list[Row]:
 def base_of(shared: tuple[str, ...], captures: Path, heldout: Path | None) -> str:
     """What all runs of a set share."""
     return hash_json([shared, *(manifest_hash(folder) for folder in (captures, heldout) if folder)])[:16]
+
+
+def settings_of(recipe: Recipe, seed: int, online: bool) -> JSON:
+    """What the manifest of such a run says of its settings."""
+    settings = recipe.train.model_copy(update={"seed": seed, "online": online})
+    return recorded(settings, recipe.draft, recipe.target, CaptureSettings() if online else None)
+
+
+def valid(row: Row, shared: tuple[str, ...], online: bool) -> bool:
+    """Whether a row is of the settings that its change means today."""
+    if row["name"] not in CHANGES:
+        return False
+    recipe = recipe_of((*shared, *CHANGES[row["name"]]))
+    ours, theirs = flat(settings_of(recipe, row["seed"], online)), flat(row["settings"])
+    same = all(ours.get(key) == theirs.get(key) for key in ours.keys() | theirs.keys())
+    return same and len(row["survival"]) == recipe.evaluate.steps
+
+
+def cost(row: Row) -> float:
+    """Seconds, the judge's too where the row has them."""
+    return row["seconds"] + row.get("judge_seconds", 0.0)
+
+
+def needed(rows: list[Row]) -> float:
+    """Seconds that the next run takes, by the last ones; 0 before the first."""
+    return mean(map(cost, rows[-LAST:])) if rows else 0.0
 
 
 def append(path: Path, row: Row) -> None:
@@ -110,12 +143,15 @@ def left(rows: list[Row], names: Iterable[str], finalists: int, seeds: int) -> I
 def one_run(recipe: Recipe, captures: Path, judge: "Judge", folder: Path, name: str, seed: int, base: str) -> Row:
     settings = recipe.train.model_copy(update={"seed": seed})
     manifest = train(captures, folder, settings, recipe.draft, recipe.target)
+    started = time.monotonic()
+    measured = judge.measure(folder)
     return {
         "base": base,
         "name": name,
         "seed": seed,
-        **judge.measure(folder),
+        **measured,
         "seconds": manifest.seconds,
+        "judge_seconds": round(time.monotonic() - started, 3),
         "tokens": manifest.facts["tokens"],
         "steps": manifest.facts["steps"],
         "best": manifest.facts["draft"],
@@ -195,11 +231,12 @@ def main(argv: list[str] | None = None) -> None:
     path = options.out / "ablations.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys([DEFAULT, *options.only]))
-    rows, judge = rows_of(path, base), None
+    online = read_manifest(options.captures).stage == "responses"
+    rows, judge = [row for row in rows_of(path, base) if valid(row, shared, online)], None
     while not options.table and (todo := next(left(rows, names, options.finalists, options.seeds), None)) is not None:
-        spent = sum(row["seconds"] for row in rows) / 3600
-        if spent >= options.hours:
-            say(f"ablations: {spent:.1f} h spent of {options.hours:.1f}; --hours more goes on")
+        spent, more = sum(map(cost, rows)) / 3600, needed(rows) / 3600
+        if spent + more > options.hours:
+            say(f"ablations: {spent:.1f} h of {options.hours:.1f} spent, a run takes {more:.1f}; --hours more goes on")
             break
         name, seed = todo
         say(f"ablations: {name}, seed {seed}")

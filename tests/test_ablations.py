@@ -48,6 +48,34 @@ def test_the_table_pairs_seeds_and_shows_intervals(ablations: ModuleType) -> Non
     assert second.startswith("| default | 3 | 1.5100 ± 0.0248 |  |")
 
 
+def test_a_row_counts_while_its_settings_are_what_its_change_means(
+    ablations: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ("train.epochs=0.8",)
+
+    def made(name: str, seed: int = 0, online: bool = False) -> dict:
+        settings = ablations.settings_of(recipe_of((*shared, *ablations.CHANGES[name])), seed, online)
+        return row(name, seed, 1.5) | {"settings": json.loads(json.dumps(settings)), "survival": [0.5] * 5}
+
+    default, muon = made("default"), made("Muon", 1)
+    assert (muon["settings"]["train"]["optimiser"], muon["settings"]["train"]["seed"]) == ("muon", 1)
+    assert ablations.valid(default, shared, False) and ablations.valid(muon, shared, False)
+    assert not ablations.valid(default, shared, True) and ablations.valid(made("default", online=True), shared, True)
+    assert not ablations.valid(default, ("train.epochs=2",), False)
+    assert not ablations.valid(default | {"survival": [0.5] * 4}, shared, False)
+    assert not ablations.valid(default | {"name": "a change that was taken out"}, shared, False)
+    earlier = default["settings"] | {"train": default["settings"]["train"] | {"learning_rate": 5e-4}}
+    assert not ablations.valid(default | {"settings": earlier}, shared, False)
+    monkeypatch.setitem(ablations.CHANGES, "Muon", ("train.optimiser=muon", "train.learning_rate=2e-3"))
+    assert ablations.valid(default, shared, False) and not ablations.valid(muon, shared, False)
+
+
+def test_the_next_run_is_expected_to_take_what_the_last_three_took_with_their_judge(ablations: ModuleType) -> None:
+    rows = [row("a", 0, 1.5) | {"seconds": float(seconds)} for seconds in (1000, 10, 20, 30)]
+    rows[-1]["judge_seconds"] = 30.0
+    assert ablations.needed(rows) == 30.0 and ablations.needed([]) == 0.0
+
+
 def test_a_row_cut_by_a_kill_is_none_and_the_next_begins_a_line(ablations: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "ablations.jsonl"
     path.write_text(json.dumps(row("a", 0, 1.5)) + "\n" + json.dumps(row("b", 0, 1.5))[:-4] + "}")
