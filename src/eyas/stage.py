@@ -5,6 +5,7 @@ An unfinished folder holds `progress.json`: the settings and inputs it was begun
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -192,15 +193,32 @@ def chosen_step(folder: Path) -> Path:
     if named is not None:
         return folder / named
     steps = [path for path in folder.glob("step-*") if (path / "config.json").is_file()]
-    measured = measured_steps(folder / METRICS) if len(steps) > 1 else {}
+    lines = metric_lines(folder / METRICS) if len(steps) > 1 else []
+    measured = {line["step"]: line[HELD_OUT] for line in lines if HELD_OUT in line}
     return max(steps, key=lambda path: (measured.get(step_number(path), 0.0), step_number(path)), default=folder)
 
 
-def measured_steps(metrics: Path) -> dict[int, float]:
-    """Step to held-out accept length, which is 1 or more, by a run's lines; one that a kill cut is none."""
-    text = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-    lines = [json.loads(line) for line in text if line.endswith("\n")]
-    return {line["step"]: line[HELD_OUT] for line in lines if HELD_OUT in line}
+def metric_lines(path: Path, step: float = math.inf) -> list[JSON]:
+    """A training run's lines of steps up to `step`, each step's once, without a last one that cannot be read: a kill
+    cut it. Raises InputError for any other that cannot be read."""
+    found: dict[int, JSON] = {}
+    texts = path.read_bytes().splitlines() if path.is_file() else []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            at = int(line["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(texts):
+                break
+            raise InputError(
+                wanted="one object of JSON a line, with its step",
+                got=f"{type(error).__name__}: {error}",
+                where=f"{path}, line {number}",
+                next="remove that line and run the same command again: it goes on without that step's figures",
+            ) from error
+        if at <= step:
+            found[at] = line
+    return [found[at] for at in sorted(found)]
 
 
 def step_number(folder: Path) -> int:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.errors import InputError
 from eyas.formats.events import first_record, scalars_record
 from eyas.progress import say
 from eyas.run import disk_error, write_atomic
-from eyas.stage import HELD_OUT, METRICS
+from eyas.stage import HELD_OUT, METRICS, metric_lines
 from eyas.training.loss import Sums
 
 EVENTS = "events.out.tfevents.eyas"
@@ -28,7 +27,7 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, writes: bool = True) -> None:
         self.path, self.events, self.writes = folder / METRICS, folder / EVENTS, writes
-        self.lines = read_lines(self.path, step)
+        self.lines = metric_lines(self.path, step)
         self.gone = {line["step"] for line in self.measured if not (folder / f"step-{line['step']}").is_dir()}
         """Measured steps of before whose checkpoints are no more: they cannot be the draft."""
         best = highest(self.measured)
@@ -87,28 +86,6 @@ class Metrics:
 
 def highest(measured: Sequence[Line]) -> Line | None:
     return max(measured, key=lambda line: (line[HELD_OUT], line["step"]), default=None)
-
-
-def read_lines(path: Path, step: int) -> list[Line]:
-    """The lines of steps up to `step`, each step's once, without a last one that cannot be read: a kill cut it."""
-    found: dict[int, Line] = {}
-    texts = path.read_bytes().splitlines() if path.is_file() else []
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-            at = int(line["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts):
-                break
-            raise InputError(
-                wanted="one object of JSON a line, with its step",
-                got=f"{type(error).__name__}: {error}",
-                where=f"{path}, line {number}",
-                next="remove that line and run the same command again: it resumes without that step's figures",
-            ) from error
-        if at <= step:
-            found[at] = line
-    return [found[at] for at in sorted(found)]
 
 
 def metrics(step: int, tokens: int, loss: float, sums: Sums, rate: float, norm: float) -> dict[str, Any]:
