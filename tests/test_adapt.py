@@ -119,13 +119,13 @@ DEAR = {
 @pytest.mark.parametrize(("depth_1", "row"), DEAR.values(), ids=DEAR)
 @pytest.mark.parametrize("tokens", [32, 48, 96, 256])
 @pytest.mark.parametrize("prompt", [10, 70, 400])
-def test_no_text_loses_three_percent_to_a_useless_draft_whatever_its_price(
+def test_no_text_loses_more_than_2_1_percent_to_a_useless_draft_whatever_its_price(
     depth_1: float, row: float, tokens: int, prompt: int
 ) -> None:
     costs = RoundCosts({0: 1.0, 1: depth_1, 2: 2 * depth_1}, {0: 1.0, 1: 1.1, 2: 1.2}, row)
     lost = lost_to_a_useless_draft(costs, 60, prompt, tokens)
     assert max(lost) <= FIRST + SHARE * tokens
-    assert max(lost) < 0.03 * tokens
+    assert max(lost) < 0.021 * tokens
     assert sum(lost[10:]) < (PART + 0.002) * 50 * tokens, "all of them together lose less"
 
 

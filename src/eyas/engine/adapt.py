@@ -36,9 +36,9 @@ TRY, FADE = 6, 0.25
 """Rounds of a try, and what its outcome leaves of what was known before."""
 PART = 0.01
 """Of a plain step, what every round sets aside for an arm's next try."""
-FIRST, SHARE, MOST_CREDIT = 0.45, 0.015, 5.0
+FIRST, SHARE, MOST_CREDIT = 0.35, 0.01, 5.0
 """Plain steps that a text may lose to drafting beyond an arm's credit: at first, and more with every round of the text;
-and the most credit that an arm has. So a text of 32 tokens or more keeps 97 % of plain decoding's speed with a source
+and the most credit that an arm has. So a text of 32 tokens or more keeps 98 % of plain decoding's speed with a source
 that is never right, whatever it costs: what it cannot pay is not run."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
