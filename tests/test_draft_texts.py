@@ -103,7 +103,7 @@ def test_of_texts_that_choose_the_one_least_behind_makes_the_try() -> None:
     arm = first._arm("draft")
     for _ in range(30):
         arm.survival.learn(1, 0)
-    arm.aside = 1000.0
+    arm.aside, arm.credit = 1000.0, 1.0
     trees = draft_texts([*texts, Waiting(None)])  # pyrefly: ignore
     assert [tree.depth for tree in trees] == [0, 1, 0, 0]
     for text in texts:
