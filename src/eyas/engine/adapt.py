@@ -39,7 +39,7 @@ PART = 0.01
 FIRST, SHARE, MOST_CREDIT = 0.35, 0.01, 5.0
 """Plain steps that a text may lose to drafting beyond an arm's credit: at first, and more with every round of the text;
 and the most credit that an arm has. So a text of 32 tokens or more keeps 98 % of plain decoding's speed with a source
-that is never right, whatever it costs: what it cannot pay is not run."""
+that is never right, by the costs measured at start and whatever they are: what it cannot pay is not run."""
 LONGEST_CLASS = 4
 """n-gram matches of this length and longer are one arm."""
 PLAIN = Tree()
