@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from eyas.engine.server.__main__ import Server
 from eyas.engine.server.http import Connection
+from eyas.engine.server.program import Server
 
 HEAD = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 from eyas.engine.batching import Scheduler
 from eyas.engine.generate import Engine
-from eyas.engine.server import __main__, start
+from eyas.engine.server import program, start
 from eyas.engine.server.arguments import parse
 from eyas.errors import InputError
 from eyas.launch import own_lines
@@ -19,7 +19,7 @@ from eyas.models.target import load_target
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The last line of a start that ends with status 2."""
-    assert __main__.main(words) == 2
+    assert program.main(words) == 2
     return capsys.readouterr().err.splitlines()[-1]
 
 
@@ -84,7 +84,7 @@ def test_a_draft_that_is_not_there_is_named_before_weights_are_loaded(
     (tmp_path / "half" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     for name, code, got in (("nope", "model_absent", "no such folder"), ("half", "unexplained", "no such file")):
         words = ["--target", str(tiny_target), "--port", str(free_port()), "--draft", str(tmp_path / name)]
-        assert __main__.main(words) == 2
+        assert program.main(words) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == "[eyas] phase=args" and len(lines) == 2
         assert f"failed={code} " in lines[1] and got in lines[1] and f"at {tmp_path / name}" in lines[1]
@@ -100,20 +100,20 @@ def free_port() -> int:
 
 def test_a_port_belongs_to_one_server_from_its_first_moment(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with __main__.bind("127.0.0.1", port) as loading:
+    with program.bind("127.0.0.1", port) as loading:
         line = refused(["--port", str(port)], capsys)
         assert line == (
             f"[eyas] failed=port_busy error=wanted a free port; got 127.0.0.1:{port}, which is taken (port_busy); "
             f"at --port; next: --port {port + 1}, or stop what holds it: ss -ltnp"
         )
-        __main__.listen(loading)
+        program.listen(loading)
         assert "failed=port_busy" in refused(["--port", str(port)], capsys)
         with socket.create_connection(("127.0.0.1", port)):
             loading.accept()[0].close()  # who closes first keeps the address a minute
-    with __main__.bind("127.0.0.1", port) as again, __main__.bind("127.0.0.1", port) as beside:
-        __main__.listen(again)
+    with program.bind("127.0.0.1", port) as again, program.bind("127.0.0.1", port) as beside:
+        program.listen(again)
         with pytest.raises(InputError, match="port_busy"):
-            __main__.listen(beside)
+            program.listen(beside)
 
 
 def test_an_address_that_is_not_this_machines_is_told_apart_from_a_busy_port(

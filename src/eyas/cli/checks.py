@@ -25,6 +25,7 @@ from eyas.cli.app import (
 )
 from eyas.clients.openai import server_key
 from eyas.formats.trace import engine_environment
+from eyas.imports import uncollected
 from eyas.pipeline.check_url import check_url
 from eyas.pipeline.doctor import doctor
 from eyas.pipeline.inspect import inspect_path
@@ -96,7 +97,8 @@ def check(
         require_paths(captures, draft, export, *(trace or ()))
         if engine and served is not None and not (captures or trace) and (draft is None or export is None):
             return check_static(served, engine, target)
-        from eyas.wiring.check import check
+        with uncollected():
+            from eyas.wiring.check import check
 
         return check(target, captures, draft, export, trust_remote_code, engine or (), trace or (), heatmap, device)
 
@@ -127,7 +129,8 @@ def trace(
     def work() -> dict[str, Any]:
         if engine is not None:
             return engine_environment(engine, out)
-        from eyas.pipeline.trace import trace
+        with uncollected():
+            from eyas.pipeline.trace import trace
 
         return staged(out, trace(draft, out, settings, target.settings))
 

@@ -25,6 +25,7 @@ from eyas.cli.app import (
 )
 from eyas.clients.chat import ServerChat
 from eyas.clients.openai import server_key
+from eyas.imports import uncollected
 from eyas.launch.arguments import split_words
 from eyas.pipeline.chat import Chat, Source, asked_of_server, converse, said, typed
 from eyas.pipeline.plan import Plan
@@ -106,7 +107,8 @@ def serve_command(
     laid = (*(set_ or ()), *overrides)
     loaded = recipe_of(laid) if recipe is None else load_recipe(recipe, laid)
     if not common.plan and to_convert(loaded):
-        from eyas.models.target import resolve_target
+        with uncollected():
+            from eyas.models.target import resolve_target
 
         resolve_target(loaded.target.name)
     launch = prepare(loaded, out, planning=common.plan)
@@ -174,7 +176,8 @@ def chat_command(
         if url is not None:
             source: Source = ServerChat(url, request, server_key())
         else:
-            from eyas.pipeline.chat_engine import EngineChat
+            with uncollected():
+                from eyas.pipeline.chat_engine import EngineChat
 
             if words is not None:
                 say(f"chat: {target.target} {words}")

@@ -30,6 +30,7 @@ from eyas.cli.app import (
 )
 from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
+from eyas.imports import uncollected
 from eyas.pipeline.options import not_with
 from eyas.pipeline.plan import Plan
 from eyas.progress import mute, say
@@ -72,7 +73,8 @@ def respond(
     """Let the target answer the prompts; answers are kept as token ids. Resumes."""
 
     def work() -> dict[str, Any]:
-        from eyas.data.responses import respond
+        with uncollected():
+            from eyas.data.responses import respond
 
         return staged(out, respond(prompts, out, settings, target.settings))
 
@@ -91,7 +93,8 @@ def capture(
     """Capture the target's hidden states over its answers. Resumes."""
 
     def work() -> dict[str, Any]:
-        from eyas.data.captures import capture
+        with uncollected():
+            from eyas.data.captures import capture
 
         return staged(out, capture(responses, out, settings, target.settings))
 
@@ -131,14 +134,16 @@ def train(
         not_with("--captures", **{f"capture.{name}": getattr(capture, name) for name in capture.model_fields_set})
 
     def work() -> dict[str, Any]:
-        from eyas.training.loop import train
+        with uncollected():
+            from eyas.training.loop import train
 
         return staged(out, train(data, out, settings, draft, target.settings, capture))
 
     sections = {"draft": draft, "target": target.settings} | ({"capture": capture} if captures is None else {})
     more: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in sections.items()}
     if common.plan and is_complete(data):
-        from eyas.training.start import foreseen
+        with uncollected():
+            from eyas.training.start import foreseen
 
         more["run"] = foreseen(data, settings, capture)
     elif common.plan:
@@ -159,7 +164,8 @@ def evaluate(
     """Accuracy and accept length over captures, without a server."""
 
     def work() -> dict[str, Any]:
-        from eyas.training.evaluate import evaluate
+        with uncollected():
+            from eyas.training.evaluate import evaluate
 
         return evaluate(draft, captures, settings, target.settings, split)
 
@@ -187,7 +193,8 @@ def export(
     settings = validate(ExportSettings, {"engines": tuple(for_.split(","))}, "--for")
 
     def work() -> dict[str, Any]:
-        from eyas.export.folder import export_draft
+        with uncollected():
+            from eyas.export.folder import export_draft
 
         named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
         return staged(out, export_draft(draft, out, settings, named, boundaries))
@@ -212,7 +219,8 @@ def bench(
     chosen, words = chosen_draft(draft, plain, target.target)
 
     def work() -> dict[str, Any]:
-        from eyas.measure.bench import bench
+        with uncollected():
+            from eyas.measure.bench import bench
 
         if words is not None:
             say(f"bench: {words}")
@@ -236,7 +244,8 @@ def run(
     folder = out or Path("runs") / loaded.name
 
     def work() -> dict[str, Any]:
-        from eyas.pipeline.run import run_recipe
+        with uncollected():
+            from eyas.pipeline.run import run_recipe
 
         return run_recipe(loaded, folder)
 

@@ -66,9 +66,10 @@ def between(seconds: Mapping[int, float], size: int) -> float:
 
 @torch.inference_mode()
 def batch_costs(engine: Engine, most: int) -> BatchCosts | None:
-    """Measured for up to `most` texts. None where no depth is chosen by it, or texts go one after the other."""
+    """Measured for up to `most` texts. None where no depth is chosen by it, or texts go one after the other: then the
+    engine's own costs hold, which are of a text alone."""
     forward, proposer = engine.forward, engine.proposer
-    if not isinstance(proposer, AdaptiveProposer) or forward.together == 1:
+    if not isinstance(proposer, AdaptiveProposer) or 1 in (most, forward.together):
         return None
     depths = range(1, engine.num_steps + 1)
     draft = {depth: {1: 0.0} for depth in depths}
