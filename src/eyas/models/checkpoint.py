@@ -168,7 +168,7 @@ def read_info(folder: Path) -> DraftInfo:
             wanted="a draft folder with config.json",
             got="no such file" if folder.is_dir() else "no such folder",
             where=str(path),
-            next="--draft RUN/draft, RUN/export, or shipped",
+            next="name a draft there is: RUN/draft, RUN/export, or shipped",
         )
     block = read_json(path).get("eyas")
     if not isinstance(block, dict):
