@@ -65,8 +65,8 @@ class Turns:
 
     path: Path
     ways: dict[str, Way] = field(default_factory=dict)
-    spans: Spans = field(default_factory=Spans)
-    """Of the simulated chain's rounds."""
+    spans: dict[str, Spans] = field(default_factory=dict)
+    """Where the rounds of some ways spend their time."""
     rounds: list[int] = field(default_factory=list)
     """Tokens of each of the draft's rounds."""
 
@@ -98,13 +98,18 @@ class Turns:
 
     def _turn(self, index: int, prompt: BenchPrompt) -> JSON:
         """One prompt every way; what its rounds told is taken out of `spans` and `rounds` into the line."""
-        seconds, rounds = dict(self.spans.seconds), len(self.rounds)
+        before = {name: dict(spans.seconds) for name, spans in self.spans.items()}
+        rounds = len(self.rounds)
         names = list(self.ways)
         turn = names[index % len(names) :] + names[: index % len(names)]
         timed = {name: self.ways[name].run(prompt) for name in turn}
-        spent = {lap: whole - seconds.get(lap, 0.0) for lap, whole in self.spans.seconds.items()}
+        spent = {
+            name: {lap: whole - before[name].get(lap, 0.0) for lap, whole in spans.seconds.items()}
+            for name, spans in self.spans.items()
+        }
         line = {"prompt": prompt.id, "timed": timed, "rounds": self.rounds[rounds:], "spans": spent}
-        self.spans.seconds = seconds
+        for name, spans in self.spans.items():
+            spans.seconds = before[name]
         del self.rounds[rounds:]
         return line
 
@@ -112,8 +117,9 @@ class Turns:
         for name, (tokens, seconds) in line["timed"].items():
             self.ways[name].timed.append((tokens, seconds))
         self.rounds += line["rounds"]
-        for lap, seconds in line["spans"].items():
-            self.spans.seconds[lap] = self.spans.seconds.get(lap, 0.0) + seconds
+        for name, spans in self.spans.items():
+            for lap, seconds in line["spans"][name].items():
+                spans.seconds[lap] = spans.seconds.get(lap, 0.0) + seconds
 
     def _earlier(self, prompts: Container[str]) -> dict[str, JSON]:
         """Lines of an earlier run by prompt; one cut off by its end is dropped."""
@@ -158,11 +164,12 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     int8 = Engine(load_target(args.target, dtype="bfloat16"), int8=True)
     hugging_face = load_target(args.target, dtype="bfloat16")
     turns = Turns(kept(args, target))
+    turns.spans["simulated_bf16"] = Spans()
     ways = turns.ways = {
         "hf": Way(lambda prompt: generate(hugging_face, prompt, args.tokens)),
         "plain_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 0)),
         "plain_int8": Way(lambda prompt: decode(int8, prompt, args.tokens, 0)),
-        "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, turns.spans)),
+        "simulated_bf16": Way(lambda prompt: decode(simulated, prompt, args.tokens, 3, turns.spans["simulated_bf16"])),
         "simulated_bf16_draft_int8": Way(lambda prompt: decode(rounded, prompt, args.tokens, 3)),
     }
     steps: int = args.num_steps
@@ -170,15 +177,18 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         real = Engine(
             load_target(args.target, dtype="bfloat16"), make_draft(target, args.draft), num_steps=args.num_steps
         )
-        ways["draft_bf16"] = Way(lambda prompt: decode(real, prompt, args.tokens, steps, rounds=turns.rounds))
+        turns.spans["draft_bf16"] = Spans()
+        ways["draft_bf16"] = Way(
+            lambda prompt: decode(real, prompt, args.tokens, steps, turns.spans["draft_bf16"], turns.rounds)
+        )
     done = turns.alternate(spread(prompts, min(args.limit, len(prompts))))
     if not done:
         sys.exit("interrupted before the first prompt: nothing to report")
-    spans, rounds = turns.spans, turns.rounds
+    rounds, shares = turns.rounds, {name: spans.shares() for name, spans in turns.spans.items()}
     rates = {name: way.rate for name, way in ways.items()}
     floors = {"": floor(simulated, rates["plain_bf16"]), "_int8": floor(int8, rates["plain_int8"])}
     if args.profile:
-        print(json.dumps({"round": spans.shares()}))
+        print(json.dumps({"round": shares}))
     return {
         "plain_bf16_over_hf": ratio(ways, "plain_bf16", "hf"),
         "plain_int8_over_bf16": ratio(ways, "plain_int8", "plain_bf16"),
@@ -189,7 +199,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "accept_length": round(accept_length(rounds), 3) if rounds else None,
         "speedup": ratio(ways, "draft_bf16", "plain_bf16") if rounds else None,
         "num_steps": args.num_steps if rounds else None,
-        "round_shares": spans.shares(),
+        "round_shares": shares["simulated_bf16"],
+        "draft_round_shares": shares.get("draft_bf16"),
         "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "seconds_to_first_token": round(start_seconds, 2),
         "engine": simulated.facts.describe(),
