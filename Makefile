@@ -9,7 +9,7 @@
 # make test-engines   drafts inside a stock vLLM on CPU and servers under Eyas, in .venv-vllm (15 minutes, 3.5 GB)
 # make shipped   the draft that comes with Eyas, made anew: hours of two cores; resumes (docs/shipped.md)
 # make wiring-table   planted wiring faults, each to be named, and right wirings (up to half an hour)
-# make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios
+# make bench-engine bench-drafting bench-train bench-respond bench-capture   figures, as ratios; ARGS="..."
 # make bench-distributed   training by two processes of one thread over one (two minutes)
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make bench-recipes   accept length at equal data and steps beside speculators' recipe, ARGS="--captures RUN/captures"
@@ -136,4 +136,4 @@ bench-peers: $(READY)
 	$(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
 bench-%: $(READY)
-	$(BIN)/python benchmarks/bench_$*.py
+	$(BIN)/python benchmarks/bench_$*.py $(ARGS)

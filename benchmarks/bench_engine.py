@@ -37,6 +37,7 @@ from eyas.progress import Progress, say
 from eyas.recipe import DraftSettings
 from eyas.run import JSON, hash_file, hash_json, machine, versions
 from eyas.settings import DraftingSettings
+from eyas.shipped import draft_folder
 from eyas.stage import chosen_step
 from eyas.training.initialise import draft_config
 
@@ -132,7 +133,7 @@ class Turns:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--draft", type=draft_folder, help="a draft's folder, or shipped")
     parser.add_argument("--num-steps", type=int, default=2, help="depth of --draft's chain")
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--limit", type=int, default=200, help="prompts, spread over the test set")
