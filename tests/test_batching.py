@@ -341,3 +341,9 @@ def test_a_text_is_priced_for_all_that_are_seated_though_their_prompts_go_on(
     scheduler.step()
     assert [seat.prefilled for seat in scheduler.seats] == [True, False]
     assert priced == [2]
+
+
+def test_rounds_of_a_lone_text_are_priced_by_the_engines_own_start_alone(folder: Path) -> None:
+    engine = engine_of(folder, "tree, adaptive, n-grams", native=True)
+    assert engine.facts.path == "compiled"
+    assert [len(Scheduler(engine, cache_rows=512, most=most).costs) for most in (1, 2)] == [0, 2]
