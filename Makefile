@@ -13,6 +13,7 @@
 # make bench-distributed   training by two processes of one thread over one (two minutes)
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make bench-recipes   accept length at equal data and steps beside speculators' recipe, ARGS="--captures RUN/captures"
+# make ablations       what to train, one change at a time: the stored set, then its runs (hours; resumes; twice for two cores)
 # make bench-peers     beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face; ARGS="--limit 20"; setup-bench-peers first
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
@@ -28,7 +29,7 @@ PEERS_LIST := tests/conformance/requirements.txt
 ENGINES := .venv-vllm
 ENGINES_READY := $(if $(EYAS_VLLM_PYTHON),,$(ENGINES)/.ready)
 
-.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training bench-recipes shipped wiring-table setup-bench-peers bench-peers
+.PHONY: help setup demo test lint test-lossless test-server test-distributed setup-peers test-peers setup-engines test-engines bench-training bench-recipes ablations shipped wiring-table setup-bench-peers bench-peers
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -98,10 +99,20 @@ wiring-table: $(READY)
 	$(BIN)/python benchmarks/wiring_table.py
 
 bench-training: $(READY) $(PEERS_READY)
-	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_training.py $(ARGS)
 
 bench-recipes: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/bench_recipes.py --peers-python $(PEERS)/bin/python $(ARGS)
+
+# The stored set is the same on every machine but for its states' last bits: rows kept in git count (benchmarks/ablations.py).
+SET := runs/ablations
+ablations: $(READY)
+	$(BIN)/python shipping/make.py --kept --asked benchmarks/ablations.toml --out $(SET) --until answers
+	$(BIN)/eyas capture --responses $(SET)/responses --out $(SET)/captures --boundaries 8,28,29 --precision bfloat16
+	$(BIN)/eyas capture --responses $(SET)/responses --out $(SET)/heldout --boundaries 8,28,29 --precision float32 \
+		--store float32 --split heldout
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablations.py --captures $(SET)/captures --heldout $(SET)/heldout \
+		--set train.epochs=1 --set train.evaluate_every=600 --set train.patience=0 --set train.precision=bfloat16 $(ARGS)
 
 # what bench-peers runs that setup-engines does not make: OpenVINO GenAI, and llama.cpp as a wheel, with the source
 # tree whose converters turn target and draft into GGUF

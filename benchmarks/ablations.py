@@ -5,10 +5,12 @@
 
 First every change with one seed; then the best three and the default with two seeds more. Each run is a row of
 `bench/out/ablations.jsonl`: what was changed, seed, held-out accept length (the walk, chains of `evaluate.steps`), and
-what it cost. A run that has its row is not run again and a run that was cut resumes; no run starts that would, by what
-the last ones took, bring those of this set beyond `--hours` in all. `--set` lays the same base under all of them; rows
-of another base or set are others, and so are rows of settings that their change, or a default, no longer means: those
-are neither shown nor counted, and their runs are made again.
+what it cost. A run that has its row, there or among those kept in `benchmarks/ablations.jsonl`, is not run again and a
+run that was cut resumes; no run starts that would, by what the last ones took, bring those of this set beyond `--hours`
+in all. The same command once more, beside the first, shares the runs with it: one process a core, of one thread each.
+`--set` lays the same base under all of them; rows of another base or set are others (answers and how they were
+captured make a set, on whatever machine), and so are rows of settings that their change, or a default, no longer means:
+those are neither shown nor counted, and their runs are made again.
 
 Figures are shown as the mean over seeds with a 95 % interval (Student's t over seeds), and as the paired difference to
 the default on the same seeds: with one seed there is no interval and nothing is proven. Each run's best step is chosen
@@ -20,7 +22,8 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -28,12 +31,14 @@ from typing import Any
 import torch
 
 from eyas.data.shards import CaptureReader
+from eyas.errors import InputError
+from eyas.lock import lock_folder
 from eyas.models.checkpoint import load_draft
 from eyas.models.target import load_target
 from eyas.models.vocab import target_ids
 from eyas.progress import say
 from eyas.recipe import CaptureSettings, Recipe, recipe_of
-from eyas.run import JSON, hash_json, machine, manifest_hash, read_manifest, versions
+from eyas.run import JSON, hash_json, machine, read_manifest, versions
 from eyas.stage import flat
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.inputs import check_draft
@@ -42,6 +47,8 @@ from eyas.training.start import recorded
 from eyas.training.teacher import Teacher
 
 OUT = Path("bench/out")
+KEPT = Path(__file__).with_suffix(".jsonl")
+"""Rows in git: those of the table in docs/training.md."""
 DEFAULT = "default"
 CHANGES: dict[str, tuple[str, ...]] = {
     DEFAULT: (),
@@ -74,6 +81,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "half the vocabulary": ("draft.vocab_size=4096",),
     "twice the vocabulary": ("draft.vocab_size=16384",),
 }
+POLL_S = 20
+"""Seconds between looks at what other processes are at, where only that is left."""
 LAST = 3
 """Runs by which the time of the next is foretold."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -90,7 +99,17 @@ def rows_of(path: Path, base: str) -> list[Row]:
 
 def base_of(shared: tuple[str, ...], captures: Path, heldout: Path | None) -> str:
     """What all runs of a set share."""
-    return hash_json([shared, *(manifest_hash(folder) for folder in (captures, heldout) if folder)])[:16]
+    return hash_json([shared, *(contents(folder) for folder in (captures, heldout) if folder)])[:16]
+
+
+def contents(folder: Path) -> JSON:
+    """What a folder was made of and how, without what differs from machine to machine: clocks, a state's last bits."""
+    manifest = read_manifest(folder)
+    made: JSON = {"settings": manifest.settings, "weights": manifest.facts["target"]["weights_hash"]}
+    if manifest.stage == "responses":
+        return made | {"files": manifest.files}
+    samples = [[entry.id, entry.split, entry.length, entry.prompt_tokens] for entry in CaptureReader(folder).samples]
+    return made | {"computed_in": manifest.facts.get("computed_in"), "samples": samples}
 
 
 def settings_of(recipe: Recipe, seed: int, online: bool) -> JSON:
@@ -140,6 +159,23 @@ def left(rows: list[Row], names: Iterable[str], finalists: int, seeds: int) -> I
     ranked = sorted((name for name in names if name != DEFAULT), key=lambda name: -first[name])
     for seed in range(1, seeds):
         yield from ((name, seed) for name in [DEFAULT, *ranked[:finalists]] if (name, seed) not in done)
+
+
+@contextmanager
+def claim(todo: Iterable[tuple[str, int]], folder: Callable[[str, int], Path]) -> Iterator[tuple[str, int] | None]:
+    """The first of these runs that no other process is at, locked; None where there is none."""
+    for name, seed in todo:
+        try:
+            lock = lock_folder(folder(name, seed).with_suffix(".claim"))  # the run's own is the trainer's
+        except InputError:  # another process's
+            continue
+        try:
+            yield name, seed
+        finally:
+            if lock is not None:
+                lock.release()
+        return
+    yield None
 
 
 def one_run(recipe: Recipe, captures: Path, judge: "Judge", folder: Path, name: str, seed: int, base: str) -> Row:
@@ -234,21 +270,32 @@ def main(argv: list[str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys([DEFAULT, *options.only]))
     online = read_manifest(options.captures).stage == "responses"
-    rows, judge = [row for row in rows_of(path, base) if valid(row, shared, online)], None
-    while not options.table and (todo := next(left(rows, names, options.finalists, options.seeds), None)) is not None:
+
+    def folder_of(name: str, seed: int) -> Path:
+        return options.out / "ablations" / f"{base}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+
+    def known() -> list[Row]:
+        """Read anew for each run: another process may have written some."""
+        found = {(row["name"], row["seed"]): row for row in [*rows_of(KEPT, base), *rows_of(path, base)]}
+        return [row for row in found.values() if valid(row, shared, online)]
+
+    rows, judge = known(), None
+    while not options.table and (todo := list(left(rows, names, options.finalists, options.seeds))):
         spent, more = sum(map(cost, rows)) / 3600, needed(rows) / 3600
         if spent + more > options.hours:
             say(f"ablations: {spent:.1f} h of {options.hours:.1f} spent, a run takes {more:.1f}; --hours more goes on")
             break
-        name, seed = todo
-        say(f"ablations: {name}, seed {seed}")
-        folder = options.out / "ablations" / f"{base}-{name.replace(' ', '-').replace(',', '')}-{seed}"
-        recipe = recipe_of((*shared, *CHANGES[name]))
-        judge = judge or Judge(options.heldout or options.captures, recipe)
-        row = one_run(recipe, options.captures, judge, folder, name, seed, base)
-        append(path, row)
-        rows.append(row)
-        shutil.rmtree(folder)
+        with claim(todo, folder_of) as mine:
+            if mine is None:
+                time.sleep(POLL_S)
+            elif mine not in {(row["name"], row["seed"]) for row in known()}:  # else finished in between
+                name, seed = mine
+                say(f"ablations: {name}, seed {seed}")
+                recipe, folder = recipe_of((*shared, *CHANGES[name])), folder_of(name, seed)
+                judge = judge or Judge(options.heldout or options.captures, recipe)
+                append(path, one_run(recipe, options.captures, judge, folder, name, seed, base))
+                shutil.rmtree(folder)
+        rows = known()
     print(table(rows))
 
 

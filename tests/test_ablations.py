@@ -1,13 +1,16 @@
-"""The ablation script's own logic: what is left to run, what a table says. No run."""
+"""The ablation script's own logic: what is left to run and by whom, what a table says. No run."""
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from eyas.recipe import recipe_of
+from made_captures import made
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ablations.py"
 
@@ -81,3 +84,40 @@ def test_a_row_cut_by_a_kill_is_none_and_the_next_begins_a_line(ablations: Modul
     path.write_text(json.dumps(row("a", 0, 1.5)) + "\n" + json.dumps(row("b", 0, 1.5))[:-4] + "}")
     assert ablations.rows_of(path, "b") == [row("a", 0, 1.5)] and ablations.torn(path)
     assert ablations.rows_of(path, "other") == []
+
+
+def test_two_processes_never_share_a_run(ablations: ModuleType, tmp_path: Path) -> None:
+    def folder(name: str, seed: int) -> Path:
+        return tmp_path / f"{name}-{seed}"
+
+    def claims(todo: list[tuple[str, int]]) -> tuple[str, int] | None:
+        """What another process would take."""
+        code = (
+            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+            "from pathlib import Path; import ablations\n"
+            f"folder = Path({str(tmp_path)!r})\n"
+            f"with ablations.claim({todo!r}, lambda name, seed: folder / f'{{name}}-{{seed}}') as mine:\n"
+            "    print(mine)"
+        )
+        return eval(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+    todo = [("a", 0), ("b", 0)]
+    with ablations.claim(todo, folder) as mine:
+        assert mine == ("a", 0)
+        assert claims(todo) == ("b", 0)
+        assert claims(todo[:1]) is None
+    assert claims(todo) == ("a", 0)
+
+
+def test_rows_hold_on_another_machine_and_not_for_other_answers(
+    ablations: ModuleType, tiny_target: Path, tmp_path: Path
+) -> None:
+    captures = made(tmp_path / "captures", tiny_target)[0]
+    base = ablations.base_of((), captures, None)
+    manifest = json.loads((captures / "manifest.json").read_text())
+    changed = manifest | {"created": "2030-01-01T00:00:00Z", "machine": {"system": "another"}, "seconds": 1.0}
+    (captures / "manifest.json").write_text(json.dumps(changed))
+    assert ablations.base_of((), captures, None) == base
+    assert ablations.base_of(("train.epochs=2",), captures, None) != base
+    (captures / "manifest.json").write_text(json.dumps(changed | {"facts": changed["facts"] | {"computed_in": "int4"}}))
+    assert ablations.base_of((), captures, None) != base
