@@ -1,19 +1,21 @@
 """Training beside speculators' and SpecForge's own loss code: the same weights and documents, step by step in turn.
 
-    python benchmarks/bench_training.py [--ttt 3 7] [--answers] [--rounds 2] [--threads 1]     (make bench-training)
+    python benchmarks/bench_training.py [--ttt 3 7] [--answers] [--precision bfloat16]     (make bench-training)
 
 Each trains in a process and an environment of its own; they take turns, one step each, so that a busy machine slows
-all three alike. A step is collation, teacher, forward, backward, clipping and AdamW, in float32, on documents of one
-length (no padding for anybody). `tok_s` are sequence tokens a second, not times TTT; `cpu_seconds` a step's processor
-seconds, which other load moves less; `peak_mb` is the process's largest resident size while stepping. Without --answers
-every token is in the loss, and all three train the same rows but for a few at document ends; the first loss, of one
-document, is held against ours. With it the prompts, a third, are not; the peers compute their rows all the same.
+all three alike. A step is collation, teacher, forward, backward, clipping and AdamW, on documents of one length (no
+padding for anybody), in float32, or with products in bfloat16 for all three. `tok_s` are sequence tokens a second, not
+times TTT; `cpu_seconds` a step's processor seconds, which other load moves less; `peak_mb` is the process's largest
+resident size while stepping. Without --answers every token is in the loss, and all three train the same rows but for a
+few at document ends; the first loss, of one document, is held against ours. With it the prompts, a third, are not; the
+peers compute their rows all the same.
 
 The draft is the default target's, 576 wide, with a vocabulary of 8192 out of 49152. Writes bench/out/training.json: for
 each program its figures in the setting where Eyas gains least, and every setting under `runs`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -81,7 +83,7 @@ def made_for(case: Case) -> Material:
     return made
 
 
-def serve_eyas(case: Case) -> None:
+def serve_eyas(case: Case, dtype: torch.dtype) -> None:
     """What `Trainer.advance` does with one batch; the facts are the loss as each peer counts it."""
     made = made_for(case)
     draft, teacher = made.draft, teacher_of(made)
@@ -92,7 +94,7 @@ def serve_eyas(case: Case) -> None:
     def advance(documents: int | None) -> dict[str, Any]:
         batch = batch_of(case, replace(made, documents=made.documents[:documents]))
         weights = row_weights([batch], draft.t2d, by_kept)
-        loss, sums = ttt_loss(draft, batch, teacher, to_draft, weights)
+        loss, sums = ttt_loss(draft, batch, teacher, to_draft, weights, dtype)
         loss.backward()
         update()
         if documents is None:
@@ -151,7 +153,7 @@ def peers_environment(compiled: bool = False) -> dict[str, str]:
     return kept | quiet
 
 
-def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: bool) -> dict[str, Any]:
+def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: bool, precision: str) -> dict[str, Any]:
     """One setting: all three, in turn."""
     theirs = peers_environment(compiled)
     threading = {"OMP_NUM_THREADS": str(threads), "EYAS_BENCH_THREADS": str(threads)}
@@ -165,17 +167,21 @@ def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: 
             case.name,
             "--documents",
             str(len(case.lengths)),
+            "--precision",
+            precision,
         ]
         workers = {"eyas": Worker(ours, dict(os.environ) | threading)}
         for peer in PEERS:
-            workers[peer] = Worker([peers_python, HERE / "training_peers.py", peer, place], theirs | threading)
+            workers[peer] = Worker(
+                [peers_python, HERE / "training_peers.py", peer, place, precision], theirs | threading
+            )
     for _ in range(rounds):
         for worker in workers.values():
             worker.step()
     for worker in workers.values():
         worker.stop()
     tokens = sum(case.lengths)
-    found: dict[str, Any] = {"setting": case.name, "tokens": tokens}
+    found: dict[str, Any] = {"setting": case.name, "precision": precision, "tokens": tokens}
     for name, worker in workers.items():
         seconds = [step["seconds"] for step in worker.steps]
         found[name] = {
@@ -201,7 +207,7 @@ def worst(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def say(run: dict[str, Any]) -> None:
-    print(f"{run['setting']}: {run['tokens']} tokens a step")
+    print(f"{run['setting']}, {run['precision']}: {run['tokens']} tokens a step")
     for name in ("eyas", *PEERS):
         line = f"  {name:12s} {run[name]['tok_s']:8.1f} tok/s, peak {run[name]['peak_mb']} MB"
         if name in PEERS:
@@ -218,6 +224,7 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--answers", action="store_true", help="prompts out of the loss")
     parser.add_argument("--documents", type=int, help=f"of {LENGTH} tokens, in a step (10 at TTT 3, 4 at TTT 7)")
+    parser.add_argument("--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="with SpecForge's torch.compile")
@@ -228,15 +235,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         steps, answers = options.worker.removeprefix("ttt").split("_")[0], options.worker.endswith("_answers")
-        serve_eyas(case_of(int(steps), answers, options.documents))
+        serve_eyas(case_of(int(steps), answers, options.documents), getattr(torch, options.precision[0]))
         return
     runs = []
-    for steps in options.ttt:
+    for steps, precision in itertools.product(options.ttt, options.precision):
         case = case_of(steps, options.answers, options.documents or max(1, 30 // steps))
-        runs.append(measure(case, options.peers_python, options.rounds, options.threads, options.compiled))
+        runs.append(measure(case, options.peers_python, options.rounds, options.threads, options.compiled, precision))
         say(runs[-1])
     found = worst(runs)
-    report = {name: found[name] for name in ("eyas", *PEERS)} | {"setting": found["setting"], "runs": runs}
+    report = {name: found[name] for name in ("eyas", *PEERS)} | {
+        "setting": found["setting"],
+        "precision": found["precision"],
+        "runs": runs,
+    }
     report |= {"machine": machine(), "versions": versions(), "threads": options.threads, "compiled": options.compiled}
     OUT.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(OUT, json.dumps(report, indent=1) + "\n")

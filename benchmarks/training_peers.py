@@ -1,7 +1,9 @@
-"""The peers' side of bench_training.py, run by their interpreter: `training_peers.py speculators|specforge CASE`.
+"""The peers' side of bench_training.py, run by their interpreter: `training_peers.py PEER CASE PRECISION`.
 
-CASE is a pair of files as tests/conformance/peer_cases.py writes them. Every step collates, computes the teacher,
-unrolls, goes back and steps the optimiser, all by the peer's own code but the last.
+PEER is speculators or specforge, CASE a pair of files as tests/conformance/peer_cases.py writes them. Every step
+collates, computes the teacher, unrolls, goes back and steps the optimiser, all by the peer's own code but the last. In
+bfloat16 the products are, by torch's autocast, as in speculators' trainer; weights and optimiser stay float32 for
+everybody.
 """
 
 import json
@@ -12,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/conformance"))
 
+import torch
 from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
 from worker_loop import optimiser_step, serve
@@ -25,7 +28,12 @@ def some(facts: Facts, documents: int | None) -> Facts:
     return facts if documents is None else facts | {"documents": documents}
 
 
-def speculators_step(facts: Facts, tensors: Tensors) -> Step:
+def mixed(precision: str) -> torch.autocast:
+    """For the forward pass alone, as torch advises: what goes back follows it."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def speculators_step(facts: Facts, tensors: Tensors, precision: str) -> Step:
     """Its trainer's call, on the fastest attention that has a backward on a CPU. The head is frozen, as it is there."""
     model = speculators_model(facts["config"], tensors, "sdpa")
     model.lm_head.weight.requires_grad_(False)
@@ -33,12 +41,13 @@ def speculators_step(facts: Facts, tensors: Tensors) -> Step:
     loss_config = resolve_loss_config("kl_div", implementation="eager")
 
     def step(documents: int | None) -> dict[str, Any]:
-        _, loss, _ = model(
-            **speculators_batch(some(facts, documents), tensors),
-            ttt_steps=facts["steps"],
-            ttt_step_loss_decay=facts["decay"],
-            loss_config=loss_config,
-        )
+        with mixed(precision):
+            _, loss, _ = model(
+                **speculators_batch(some(facts, documents), tensors),
+                ttt_steps=facts["steps"],
+                ttt_step_loss_decay=facts["decay"],
+                loss_config=loss_config,
+            )
         loss.backward()
         update()
         return {"loss": loss.item()}
@@ -46,12 +55,13 @@ def speculators_step(facts: Facts, tensors: Tensors) -> Step:
     return step
 
 
-def specforge_step(facts: Facts, tensors: Tensors) -> Step:
+def specforge_step(facts: Facts, tensors: Tensors, precision: str) -> Step:
     strategy = specforge_strategy(facts["config"], tensors, facts["steps"], facts["decay"], "sdpa")
     update = optimiser_step(strategy.eagle3_model.parameters())
 
     def step(documents: int | None) -> dict[str, Any]:
-        loss = strategy.forward_loss(specforge_batch(some(facts, documents), tensors)).loss
+        with mixed(precision):
+            loss = strategy.forward_loss(specforge_batch(some(facts, documents), tensors)).loss
         loss.backward()
         update()
         return {"loss": loss.item()}
@@ -60,6 +70,7 @@ def specforge_step(facts: Facts, tensors: Tensors) -> Step:
 
 
 if __name__ == "__main__":
-    peer, case = sys.argv[1], Path(sys.argv[2])
+    peer, case, precision = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     make = {"speculators": speculators_step, "specforge": specforge_step}[peer]
-    serve(make(json.loads(case.with_suffix(".json").read_text()), load_file(case.with_suffix(".safetensors"))))
+    facts, tensors = json.loads(case.with_suffix(".json").read_text()), load_file(case.with_suffix(".safetensors"))
+    serve(make(facts, tensors, precision))
