@@ -88,6 +88,23 @@ def test_chunks_make_the_gradients_of_all_rows_at_once(loss: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_products_in_bfloat16_make_the_gradients_of_the_rounded_rows() -> None:
+    """What each chunk adds to the head's gradient is widened first."""
+    torch.manual_seed(0)
+    rows = 2 * CHUNK + 3
+    x, head = (torch.randn(size, 64).bfloat16().float().requires_grad_() for size in (rows, 11))
+    teacher, where = torch.randn(40, 11).softmax(-1), torch.randint(0, 40, (rows,))
+    wanted = torch.nn.functional.cross_entropy(x @ head.T, teacher[where], reduction="sum")
+    gradients = torch.autograd.grad(wanted, (x, head))
+    truth, weight = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    objective = objective_of(TrainSettings())
+    found, _, _ = ChunkedLoss.apply(x, head, teacher, where, truth, weight, torch.bfloat16, objective)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+    for got, want in zip(torch.autograd.grad(found, (x, head)), gradients, strict=True):
+        assert got.dtype == torch.float32
+        assert float((got - want).norm() / want.norm()) < 2e-2
+
+
 def chains_lost(rows: list[tuple[int, int]], alpha_C: Tensor, weights: list[float]) -> Tensor:
     """The weighted sum over (chain, step) rows of 1 - the product of the chain's alphas up to that step."""
     alphas = dict(zip(rows, alpha_C, strict=True))

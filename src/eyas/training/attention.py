@@ -43,7 +43,8 @@ class TTTAttention:
         """Context [B, N, R, U]. At step 0 keys are all rows' (queries may be fewer); later both are `index[step]`."""
         device = query_BNRE.device.type
         if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+            # on a CPU torch's flash kernel goes back in bfloat16 at a third of its float32 rate (docs/lab.md)
+            dtype = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
             query_BNRE, key_BKTE, value_BKTU = (states.to(dtype) for states in (query_BNRE, key_BKTE, value_BKTU))
         if self.step == 0:
             self.prefix[layer], self.own[layer] = (key_BKTE, value_BKTU), []
