@@ -12,19 +12,28 @@ from torch import Tensor
 from eyas.training.chains import Chains
 from eyas.training.objectives import Objective
 
-CHUNK = 256
-"""Rows whose draft-vocabulary logits exist at one time: memory stays flat."""
-BLOCK = 64
-"""Rows scored at a time: their logits, shares and teacher stay near the core between one operation and the next."""
+CHUNK, LEAST = 1024, 256
+"""Rows whose draft-vocabulary logits exist at one time, at most and at least: memory stays flat."""
+CHUNK_LOGITS = 2**23
+"""Logits of a chunk that has more rows than the least: what a chunk adds to the head's gradient costs as much whatever
+its rows, so many rows are cheap for a small vocabulary, and memory for a large one."""
+BLOCK_LOGITS = 2**17
+"""Logits scored at a time on a CPU: they, their shares and the teacher's stay near the core between one operation and
+the next, half a megabyte each."""
+
+
+def chunk_rows(words: int) -> int:
+    """Rows of a chunk, for a draft vocabulary of so many words."""
+    return min(CHUNK, max(LEAST, CHUNK_LOGITS // words))
 
 
 class ChunkedLoss(torch.autograd.Function):
     """sum over rows of weight * objective(head(x)), its gradients made in the same pass over the logits.
 
-    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in buffers
-    that are used again (fresh pages cost more than what is computed in them), and turn into their own gradient in
-    place: one softmax serves both. Returns the weighted sum, and per row the loss and whether no logit is above that of
-    `truth`.
+    The logits of all rows would be the largest tensor of training by far; here they exist a chunk at a time, in the
+    dtype of the products, in buffers that are used again (fresh pages cost more than what is computed in them), and
+    turn into their own gradient in place: one softmax serves both, in float32. Returns the weighted sum, and per row
+    the loss and whether no logit is above that of `truth`.
     """
 
     @staticmethod
@@ -43,21 +52,22 @@ class ChunkedLoss(torch.autograd.Function):
         x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
         grad_x, grad_weight = torch.empty_like(x_CH), (torch.empty_like if len(x) else torch.zeros_like)(weight_DH)
         loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
-        bounds = _bounds(len(x), chains)
+        bounds = _bounds(len(x), chunk_rows(len(weight)), chains)
         rows = max((last - first for first, last in pairwise(bounds)), default=0)
-        logits_RD, buffers_2BD = (teacher_PD.new_empty((*size, len(weight))) for size in ((rows,), (2, BLOCK)))
+        block = min(rows, max(1, BLOCK_LOGITS // len(weight))) if x.device.type == "cpu" else rows
+        logits_RD = weight.new_empty((rows, len(weight)))
+        buffers_3BD = teacher_PD.new_empty((3, block, len(weight)))
         for first, last in pairwise(bounds):
             part, logits = slice(first, last), logits_RD[: last - first]
-            _product(x[part], weight.T, logits)
-            loss_C[part], hit_C[part] = _score(logits, teacher_PD, where_C[part], truth_C[part], objective, buffers_2BD)
+            torch.mm(x[part], weight.T, out=logits)
+            loss_C[part], hit_C[part] = _score(logits, teacher_PD, where_C[part], truth_C[part], objective, buffers_3BD)
             slope_by = weight_C[part]
             if chains is not None:
                 loss_C[part], slope_by = chains.coupled(part, 1 - loss_C[part], slope_by)
-            slopes = logits.to(dtype)
-            _product(slopes, weight, grad_x[part])
+            _product(logits, weight, grad_x[part])
             grad_x[part] *= slope_by[:, None]
             add = _add_product if first else _product
-            add(slopes.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
+            add(logits.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
         ctx.gradients = grad_x, grad_weight
         ctx.mark_non_differentiable(loss_C, hit_C)
         return (loss_C * weight_C).sum(), loss_C, hit_C
@@ -69,21 +79,24 @@ class ChunkedLoss(torch.autograd.Function):
         return *(gradient.mul_(grads[0]) for gradient in gradients), None, None, None, None, None, None, None
 
 
-def _bounds(rows: int, chains: Chains | None) -> list[int]:
-    """Where chunks begin and end, all of about one size: a short one at the end would waste its products."""
+def _bounds(rows: int, most: int, chains: Chains | None) -> list[int]:
+    """Where chunks of up to `most` rows begin and end, all of about one size: a short one at the end would waste its
+    products."""
     if not rows:
         return []
-    size = -(-rows // -(-rows // CHUNK))
+    size = -(-rows // -(-rows // most))
     return [*range(0, rows, size), rows] if chains is None else chains.bounds(size + chains.steps - 1)
 
 
 def _score(
-    logits_RD: Tensor, teacher_PD: Tensor, where_R: Tensor, truth_R: Tensor, objective: Objective, buffers_2BD: Tensor
+    logits_RD: Tensor, teacher_PD: Tensor, where_R: Tensor, truth_R: Tensor, objective: Objective, buffers_3BD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row and whether no logit is above that of `truth`; the logits become the loss's slope."""
     losses, hits = [], []
-    for logits, where, truth in zip(*(each.split(BLOCK) for each in (logits_RD, where_R, truth_R)), strict=True):
-        shares, buffer = buffers_2BD[:, : len(logits)]
+    block = buffers_3BD.shape[1]
+    for kept, where, truth in zip(*(each.split(block) for each in (logits_RD, where_R, truth_R)), strict=True):
+        shares, buffer, wide = buffers_3BD[:, : len(kept)]
+        logits = kept if kept.dtype == wide.dtype else wide.copy_(kept)
         teacher = _rows_at(teacher_PD, where, buffer)
         top = logits.amax(dim=-1)
         hits.append(logits.gather(1, truth[:, None])[:, 0] == top)
@@ -91,8 +104,8 @@ def _score(
         # log sum exp = top - log(share of the top): one softmax serves both
         loss, slope = objective.score(logits, shares, top - shares.amax(dim=-1).log(), teacher)
         losses.append(loss)
-        if slope is not logits:
-            logits.copy_(slope)
+        if slope is not kept:
+            kept.copy_(slope)
     return torch.cat(losses), torch.cat(hits)
 
 

@@ -20,7 +20,7 @@ from eyas.models.draft import Draft
 from eyas.models.fused import Doubled, taken
 from eyas.training.attention import TTTAttention
 from eyas.training.chains import chains_of
-from eyas.training.chunked import CHUNK, ChunkedLoss
+from eyas.training.chunked import ChunkedLoss, chunk_rows
 from eyas.training.objectives import SOFT_CROSS_ENTROPY, Objective
 from eyas.training.parallel import unroll_parallel
 from eyas.training.rows import Rows
@@ -141,7 +141,8 @@ def unroll_some(
 def drafts_its_text(draft: Draft, ids_T: Tensor, step: int, index_R: Tensor, hidden_RH: Tensor) -> Tensor:
     """Whether what each row drafts at `step` is the token that it is fed next [R]: only then is that its own, and,
     where answers are greedy, does a server draft the row's next step at all."""
-    drafted = [draft.target_ids(draft.logits(part).argmax(-1)) for part in hidden_RH.split(CHUNK)]
+    parts = hidden_RH.split(chunk_rows(draft.config.draft_vocab_size))
+    drafted = [draft.target_ids(draft.logits(part).argmax(-1)) for part in parts]
     return torch.cat(drafted) == ids_T[index_R + 2 + step]
 
 
