@@ -84,7 +84,7 @@ class Trainer:
         self.replicas = Replicas(self.draft, self.compute, settings.ttt_length, self.ranks, settings.parallel)
         self.ahead = Ahead(self.read, len(self.plan))
         # of the parameters as they are held now: whole or in shards
-        self.optimiser = make_optimiser(self.draft, settings, self.unit_A)
+        self.optimiser = make_optimiser(self.draft, settings, self.unit_A, self.dtype)
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""

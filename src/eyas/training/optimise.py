@@ -20,8 +20,13 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with Nesterov's momentum, but the iteration in float32 on a CPU: in bfloat16, which torch fixes, it
-    takes ten times as long as all the rest of a step where a CPU has no bfloat16 products (docs/lab.md)."""
+    """torch's Muon with Nesterov's momentum, but the iteration on a CPU in the dtype of the other products. Torch fixes
+    bfloat16: ten times as long as all the rest of a step where a CPU has no bfloat16 products, and a fifth of float32's
+    time where it has (docs/lab.md)."""
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -31,16 +36,17 @@ class Muon(torch.optim.Muon):
                     continue
                 momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
                 momentum.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(momentum, group["momentum"]), group["ns_steps"])
+                update = orthogonal(weight.grad.lerp(momentum, group["momentum"]), group["ns_steps"], self.dtype)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """The nearest matrix whose singular values are one, nearly: between 0.7 and 1.2 after five steps."""
+def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The nearest matrix whose singular values are one, nearly: between 0.7 and 1.2 after five steps. `dtype`: of its
+    products on a CPU; elsewhere bfloat16, as torch's."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix).to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    x = (matrix.T if tall else matrix).to(dtype if matrix.device.type == "cpu" else torch.bfloat16)
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
@@ -109,8 +115,11 @@ def here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def make_optimiser(draft: Draft, settings: TrainSettings, unit_A: Tensor | None = None) -> Optimiser:
-    """Decay on matrices only. `fused`: one pass over the parameters in place of one a tensor and operation.
+def make_optimiser(
+    draft: Draft, settings: TrainSettings, unit_A: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Optimiser:
+    """Decay on matrices only; `dtype`: that of the matrix products. `fused`: one pass over the parameters in place of
+    one a tensor and operation.
 
     Muon's updates are scaled to the size of AdamW's (torch's `match_rms_adamw`), so that one learning rate serves both.
     """
@@ -127,6 +136,7 @@ def make_optimiser(draft: Draft, settings: TrainSettings, unit_A: Tensor | None 
         return Optimiser([adamw], draft.fc.weight, unit_A)
     muon = Muon(
         [named[name] for name in inner],
+        dtype,
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
     )
