@@ -105,14 +105,17 @@ bench-recipes: $(READY) $(PEERS_READY)
 	$(BIN)/python benchmarks/bench_recipes.py --peers-python $(PEERS)/bin/python $(ARGS)
 
 # The stored set is the same on every machine but for its states' last bits: rows kept in git count (benchmarks/ablations.py).
+# What its changes are laid upon is written out, so that they still hold when a default has changed.
 SET := runs/ablations
+UPON := train.epochs=1 train.evaluate_every=600 train.patience=0 train.precision=bfloat16 \
+	train.optimiser=adamw train.learning_rate=1e-3 train.batch_tokens=256 train.ttt_length=3
 ablations: $(READY)
 	$(BIN)/python shipping/make.py --kept --asked benchmarks/ablations.toml --out $(SET) --until answers
 	$(BIN)/eyas capture --responses $(SET)/responses --out $(SET)/captures --boundaries 8,28,29 --precision bfloat16
 	$(BIN)/eyas capture --responses $(SET)/responses --out $(SET)/heldout --boundaries 8,28,29 --precision float32 \
 		--store float32 --split heldout
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablations.py --captures $(SET)/captures --heldout $(SET)/heldout \
-		--set train.epochs=1 --set train.evaluate_every=600 --set train.patience=0 --set train.precision=bfloat16 $(ARGS)
+		$(foreach one,$(UPON),--set $(one)) $(ARGS)
 
 # what bench-peers runs that setup-engines does not make: OpenVINO GenAI, and llama.cpp as a wheel, with the source
 # tree whose converters turn target and draft into GGUF

@@ -124,7 +124,11 @@ def valid(row: Row, shared: tuple[str, ...], online: bool) -> bool:
     """Whether a row is of the settings that its change means today."""
     if row["name"] not in CHANGES:
         return False
-    recipe = recipe_of((*shared, *CHANGES[row["name"]]))
+    return trained_by(row, recipe_of((*shared, *CHANGES[row["name"]])), online)
+
+
+def trained_by(row: Row, recipe: Recipe, online: bool = False) -> bool:
+    """Whether a row is of these settings, measured in as long chains."""
     ours, theirs = flat(settings_of(recipe, row["seed"], online)), flat(row["settings"])
     same = all(ours.get(key) == theirs.get(key) for key in ours.keys() | theirs.keys())
     return same and len(row["survival"]) == recipe.evaluate.steps

@@ -7,10 +7,11 @@ For each budget and seed both train on the same stored states: the same samples,
 optimiser step each, over as large a draft vocabulary; the last step is the draft. So a budget below one epoch is, for
 each seed, another part of the captures. What is measured is the walk on held-out answers, by one code for both.
 speculators trains in its own environment (recipe_peer.py: its model, loss, optimisers and schedule, at the values that
-its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens` and
-`draft.vocab_size`, which are both's.
+its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens`,
+`train.precision` and `draft.vocab_size`, which are both's.
 
-Each run is a row of `bench/out/recipes.jsonl`; a run that has its row is not run again.
+Each run is a row of `bench/out/recipes.jsonl`; a run that has its row, there or in `benchmarks/recipes.jsonl`, is not
+run again: speculators' whatever `--set` says of ours alone, ours while its settings are what a default still means.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ablations import Judge, Row, append, base_of, interval, one_run, rows_of
+from ablations import Judge, Row, append, base_of, interval, one_run, rows_of, trained_by
 from bench_training import Worker, peers_environment
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,6 +41,10 @@ from eyas.training.initialise import count_tokens, draft_config, gain
 
 HERE = Path(__file__).parent
 OUT = Path("bench/out")
+KEPT = HERE / "recipes.jsonl"
+"""Rows in git: those of the table in docs/training.md."""
+BOTH = ("target.name", "train.evaluate_every", "train.precision", "train.batch_tokens", "draft.vocab_size")
+"""Settings that are speculators' too."""
 OURS, PEER = RECIPES = ("eyas", "speculators")
 
 
@@ -158,19 +163,35 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="show what is there and run nothing")
     options = parser.parse_args(argv)
     shared = (f"target.name={options.target}", "train.evaluate_every=0", "train.precision=float32", *options.sets)
-    base = base_of(shared, options.captures, options.heldout)
+    theirs = tuple(one for one in shared if one.split("=")[0] in BOTH)
+    bases = {
+        name: base_of(sets, options.captures, options.heldout)
+        for name, sets in zip(RECIPES, (shared, theirs), strict=True)
+    }
     path = options.out / "recipes.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = CaptureReader(options.captures).samples
     total = sum(sample.length for sample in entries if sample.split == "train")
-    rows, judge = rows_of(path, base), None
+
+    def recipe_for(budget: int) -> Recipe:
+        return recipe_of((*shared, f"train.epochs={budget / total:.6f}"))
+
+    known = [
+        row
+        for name, base in bases.items()
+        for file in (KEPT, path)
+        for row in rows_of(file, base)
+        if row["name"] == name
+    ]
+    rows = [row for row in known if row["name"] == PEER or trained_by(row, recipe_for(row["budget"]))]
+    judge = None
     while not options.table and (todo := next(left(rows, options.tokens, options.seeds), None)) is not None:
         budget, seed, name = todo
         say(f"recipes: {budget} tokens, seed {seed}, {name}")
-        recipe: Any = recipe_of((*shared, f"train.epochs={budget / total:.6f}"))
-        folder = options.out / "recipes" / f"{base}-{name}-{budget}-{seed}"
+        recipe: Any = recipe_for(budget)
+        folder = options.out / "recipes" / f"{bases[name]}-{name}-{budget}-{seed}"
         judge = judge or Judge(options.heldout or options.captures, recipe)
-        row = run(name, recipe, judge, folder, seed, base, options) | {"budget": budget}
+        row = run(name, recipe, judge, folder, seed, bases[name], options) | {"budget": budget}
         append(path, row)
         rows.append(row)
         shutil.rmtree(folder)
