@@ -5,7 +5,8 @@
 Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, AdamW) on
 random states of the default target's shape. Both take the same global batch; the order of runs alternates, and the
 ratio is that of the best runs. `apart` is what the machine's cores allow: as many processes that know nothing of each
-other, each with its part of the batch. Writes `bench/out/distributed.json`.
+other, each with its part of the batch. Under Muon, which is the default elsewhere, every process makes the whole
+iteration. Writes `bench/out/distributed.json`.
 """
 
 import argparse
@@ -95,7 +96,8 @@ def made(tokens: int, parallel: Any, ranks: Any) -> Trainer:
     draft = Draft(config)
     draft.share_embedding(torch.randn(VOCAB, HIDDEN))
     draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), DRAFT_VOCAB)
-    settings = TrainSettings(batch_tokens=max(tokens, count * LENGTH), parallel=parallel, precision="float32")
+    most = max(tokens, count * LENGTH)
+    settings = TrainSettings(batch_tokens=most, parallel=parallel, precision="float32", optimiser="adamw")
     teacher: Any = RandomTeacher(DRAFT_VOCAB)
     batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on="assistant", argmax_file=Path(os.devnull))
     plan = [[list(range(count))]] * steps

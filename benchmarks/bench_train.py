@@ -3,8 +3,8 @@
     python benchmarks/bench_train.py --ttt 3 4 --batch-tokens 2048 [--captures RUN/captures] [--threads 2]
 
 Without captures it makes random ones of the default target's shape (lengths as its answers have them). Tokens are
-sequence tokens, prompt included, padding never: there is none. The floor counts multiply-adds of the forward and twice
-that for the backward, over the rate of a large float32 product measured here first.
+sequence tokens, prompt included, padding never: there is none. The optimiser is AdamW. The floor counts multiply-adds
+of the forward and twice that for the backward, over the rate of a large float32 product measured here first.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def main() -> None:
         draft = Draft(config)
         draft.share_embedding(torch.randn(VOCAB, HIDDEN))
         draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), options.draft_vocab)
-        settings = TrainSettings(ttt_length=steps)
+        settings = TrainSettings(ttt_length=steps, optimiser="adamw")
         optimiser = make_optimiser(draft, settings)
         batch = make_batch(lengths, prompt, steps, config)
         teacher, to_draft = RandomTeacher(options.draft_vocab), draft_ids(draft.t2d)

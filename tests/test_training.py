@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_are_never_kept(
     settings = SETTINGS.model_copy(update={"learning_rate": 3e38, "epochs": 1e-9})
     with pytest.raises(InputError, match="finite weights after step 1") as caught:
         run(captures, tmp_path / "draft", settings)
-    assert "fc.weight" in caught.value.got and "learning_rate lower" in caught.value.next
+    assert "lm_head.weight" in caught.value.got and "learning_rate lower" in caught.value.next
     assert not trainer_state.step_folders(tmp_path / "draft") and not is_complete(tmp_path / "draft")
 
 

@@ -38,7 +38,9 @@ class Muon(torch.optim.Muon):
                 momentum.lerp_(weight.grad, 1 - group["momentum"])
                 update = orthogonal(weight.grad.lerp(momentum, group["momentum"]), group["ns_steps"], self.dtype)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)
+                # a rate that is beyond float32 leaves weights that are named, not a scalar that torch refuses
+                rate = min(group["lr"], torch.finfo(torch.float32).max)
+                weight.add_(update * (0.2 * max(weight.shape) ** 0.5), alpha=-rate)
 
 
 def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
