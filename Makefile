@@ -13,7 +13,7 @@
 # make bench-distributed   training by two processes of one thread over one (two minutes)
 # make bench-training   training beside speculators' and SpecForge's own, in .venv-peers (five minutes)
 # make bench-recipes   accept length at equal data and steps beside speculators' recipe, ARGS="--captures RUN/captures"
-# make ablations       what to train, one change at a time: the stored set, then its runs (hours; resumes; twice for two cores)
+# make ablations       what to train, one change at a time (hours; resumes; a second, begun when the first trains, shares its runs)
 # make bench-peers     beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face; ARGS="--limit 20"; setup-bench-peers first
 # make setup      .venv with the pinned versions; TORCH_INDEX=URL where plain pip would bring a CUDA torch
 PYTHON ?= python3
