@@ -1,12 +1,13 @@
 """Training tokens a second by two processes over one, each with one thread: `make bench-distributed`.
 
     python benchmarks/bench_distributed.py --tokens 256 2048 --parallel ddp fsdp [--processes 2] [--seconds 12]
+        [--optimiser muon] [--precision bfloat16]
 
-Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, AdamW) on
-random states of the default target's shape. Both take the same global batch; the order of runs alternates, and the
-ratio is that of the best runs. `apart` is what the machine's cores allow: as many processes that know nothing of each
-other, each with its part of the batch. Under Muon, which is the default elsewhere, every process makes the whole
-iteration. Writes `bench/out/distributed.json`.
+Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, the
+weights' move) on random states of the default target's shape. Both take the same global batch; the order of runs
+alternates, and the ratio is that of the best runs. `apart` is what the machine's cores allow: as many processes that
+know nothing of each other, each with its part of the batch and, as it is alone, with the whole of the optimiser's
+work. Writes `bench/out/distributed.json`.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from torch import Tensor
 from eyas.data.shards import Entry, NormState, Sample
 from eyas.models.checkpoint import DraftInfo
 from eyas.models.draft import Draft
+from eyas.models.target import DTYPES
 from eyas.models.vocab import build_vocab
 from eyas.recipe import TrainSettings
 from eyas.run import machine, versions, write_atomic
@@ -74,7 +76,7 @@ def work(options: argparse.Namespace) -> None:
     with joined(TrainSettings(rank_timeout_s=60, device="cpu")) as ranks:
         for parallel in options.parallel if ranks.size > 1 else ["alone"]:
             for tokens in options.tokens:
-                trainer = made(tokens, "ddp" if parallel == "alone" else parallel, ranks)
+                trainer = made(tokens, "ddp" if parallel == "alone" else parallel, ranks, options)
                 first = trainer.advance()
                 started, steps = time.perf_counter(), 0
                 while not ranks.any(time.perf_counter() - started > options.seconds):
@@ -87,7 +89,7 @@ def work(options: argparse.Namespace) -> None:
             print(json.dumps(found), flush=True)
 
 
-def made(tokens: int, parallel: Any, ranks: Any) -> Trainer:
+def made(tokens: int, parallel: Any, ranks: Any, options: argparse.Namespace) -> Trainer:
     """A trainer of the default target's draft whose steps have `tokens` or a little less."""
     count = max(2, tokens // LENGTH)
     samples, steps = RandomSamples(count), 10_000
@@ -97,12 +99,14 @@ def made(tokens: int, parallel: Any, ranks: Any) -> Trainer:
     draft.share_embedding(torch.randn(VOCAB, HIDDEN))
     draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), DRAFT_VOCAB)
     most = max(tokens, count * LENGTH)
-    settings = TrainSettings(batch_tokens=most, parallel=parallel, precision="float32", optimiser="adamw")
+    moved: Any = {"precision": options.precision, "optimiser": options.optimiser}
+    settings = TrainSettings(batch_tokens=most, parallel=parallel, **moved)
     teacher: Any = RandomTeacher(DRAFT_VOCAB)
     batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on="assistant", argmax_file=Path(os.devnull))
     plan = [[list(range(count))]] * steps
     info: Any = DraftInfo.model_construct()
-    return Trainer(draft, info, teacher, batches, plan, [LENGTH] * count, settings, torch.float32, ranks)
+    dtype = DTYPES[options.precision]
+    return Trainer(draft, info, teacher, batches, plan, [LENGTH] * count, settings, dtype, ranks)
 
 
 def together(processes: int, options: argparse.Namespace) -> list[Run]:
@@ -122,6 +126,7 @@ def apart(options: argparse.Namespace) -> list[Run]:
 
 def started(launcher: list[str], tokens: list[int], options: argparse.Namespace) -> subprocess.Popen[bytes]:
     flags = ["--work", "--tokens", *map(str, tokens), "--parallel", *options.parallel]
+    flags += ["--optimiser", options.optimiser, "--precision", options.precision]
     command = [sys.executable, *launcher, __file__, *flags, "--seconds", str(options.seconds)]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
 
@@ -140,6 +145,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--optimiser", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -160,6 +167,7 @@ def main() -> None:
         alone = best["alone", tokens]
         ratio = many["tok_s"] / alone["tok_s"]
         row = {"parallel": parallel, "batch_tokens": many["tokens"], "processes": options.processes, "ratio": ratio}
+        row |= {"optimiser": options.optimiser, "precision": options.precision}
         losses = [one["loss"] for one in (many, alone) if "loss" in one]
         rows.append(row | {"tok_s": many["tok_s"], "tok_s_alone": alone["tok_s"], "losses": losses})
         told = f"{many['tok_s']:,.0f} tokens/s by {options.processes} processes, {alone['tok_s']:,.0f} by one"

@@ -1,5 +1,6 @@
 """Several processes that train one draft, started as torchrun starts them, but their imports paid for once."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,10 +15,11 @@ import torch
 from torch.distributed import TCPStore
 
 from eyas.cli import main
+from eyas.training import optimise
 from eyas.training.loop import Trainer
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import trained
-from eyas.training.replicas import whole_tensor
+from eyas.training.shards import whole_tensor
 
 SERVER = multiprocessing.get_context("forkserver")
 """It imports once and has no threads yet when it forks; a fork of the test's own process would inherit torch's."""
@@ -123,6 +125,22 @@ def keep_gradients(kept: list[dict[str, torch.Tensor]]) -> Callable[[Trainer], f
 
     Trainer.clip = keeping
     return clip
+
+
+def command_that_counts_iterations(argv: list[str], folder: Path) -> None:
+    """The shapes that Muon's iteration was given in this process, in `iterations-RANK.json`."""
+    shapes: list[list[int]] = []
+    iterate = optimise.orthogonal
+
+    def counting(matrix: torch.Tensor, *args: Any) -> torch.Tensor:
+        shapes.append(list(matrix.shape))
+        return iterate(matrix, *args)
+
+    optimise.orthogonal = counting
+    try:
+        main(argv)
+    finally:
+        (folder / f"iterations-{os.environ['RANK']}.json").write_text(json.dumps(shapes))
 
 
 def command_with(argv: list[str], rank: int, step: int, act: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ from many import (
     Ended,
     command,
     command_of_ones_own,
+    command_that_counts_iterations,
     command_that_keeps_gradients,
     command_that_overflows,
     command_with,
@@ -246,16 +247,27 @@ def test_an_interrupt_of_one_process_saves_and_stops_all(tmp_path: Path, argv: C
     assert ranks[0].err.count("the same command resumes") == 1 and ranks[1].err == ""
 
 
-@SLOW
-def test_muon_moves_shards_as_it_moves_whole_matrices(
-    tmp_path: Path, argv: Callable[..., list[str]], captures: Path, tiny_target: Path
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [
+        (2, "ddp"),
+        pytest.param(2, "fsdp", marks=SLOW),
+        pytest.param(3, "ddp", marks=SLOW),
+        pytest.param(4, "fsdp", marks=SLOW),
+    ],
+)
+def test_muon_iterates_on_each_matrix_in_one_process_and_moves_all_as_one_does(
+    tmp_path: Path, argv: Callable[..., list[str]], captures: Path, tiny_target: Path, size: int, parallel: str
 ) -> None:
-    """Its products are bfloat16 whatever the rest is: sums in another order differ by that."""
-    fine(together(tmp_path / "log", 4, command, argv("draft", "--optimiser=muon", "--parallel=fsdp")))
+    flags = argv("draft", "--optimiser=muon", f"--parallel={parallel}")
+    fine(together(tmp_path / "log", size, command_that_counts_iterations, flags, tmp_path))
     settings = SETTINGS.model_copy(update={"optimiser": "muon"})
     train(captures, tmp_path / "alone", settings, SHAPE, TargetSettings(name=str(tiny_target)))
     ours, theirs = lines(tmp_path / "draft"), lines(tmp_path / "alone")
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], abs=0.02)
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], abs=1e-4)
+    made = [json.loads((tmp_path / f"iterations-{rank}.json").read_text()) for rank in range(size)]
+    assert sum(map(len, made)) == 8 * len(ours), "fc, query, key, value, output, gate, up, down"
+    assert max(map(len, made)) == -(-8 // size) * len(ours)
 
 
 @SLOW

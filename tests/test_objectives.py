@@ -19,7 +19,7 @@ from eyas.training.chunked import CHUNK, ChunkedLoss
 from eyas.training.loop import row_weights, train
 from eyas.training.loss import ttt_loss
 from eyas.training.objectives import LEAST_ALPHA, objective_of
-from eyas.training.optimise import make_optimiser, trained
+from eyas.training.optimise import iteration_flop, make_optimiser, rounds, trained
 from made_captures import made
 from test_loss import SliceTeacher, make_documents, make_draft, pack, weights
 
@@ -203,6 +203,21 @@ def test_muon_moves_the_matrices_inside_and_adamw_the_rest() -> None:
     assert inner | rest == set(trained(draft)) and not inner & rest
     assert "fc.weight" in inner and "layers.0.mlp.up_proj.weight" in inner
     assert {"lm_head.weight", "norm.weight"} <= rest and "embed_tokens.weight" not in rest
+
+
+def test_muons_matrices_are_dealt_in_rounds_of_alike_cost() -> None:
+    """Those of the default target's draft: fc, query, key, value, output, gate, up, down; multiply-adds by hand."""
+    assert iteration_flop(576, 1728) == iteration_flop(1728, 576) == 2 * (2 * 576**2 * 1728 + 576**3)
+    shapes = [(576, 1728), (576, 1152), (192, 1152), (192, 1152), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    dealt = [[tuple(weight.shape) for weight in together] for together in rounds(weights, 3)]
+    assert dealt == [
+        [(576, 1728), (1536, 576), (1536, 576)],
+        [(576, 1536), (576, 1152), (576, 576)],
+        [(192, 1152), (192, 1152)],
+    ]
+    assert [len(together) for together in rounds(weights, 1)] == [1] * 8
+    assert rounds([], 4) == []
 
 
 def test_a_first_muon_step_is_an_orthogonal_one_of_adamws_size() -> None:

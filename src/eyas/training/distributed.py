@@ -77,6 +77,11 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def send(self, tensor: Tensor, source: int) -> None:
+        """What process `source` holds in `tensor` to all others', which are alike in shape and dtype."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=source)
+
     def gather(self, value: Value) -> list[Value]:
         """Everyone's, in the order of their ranks."""
         if self.size == 1:

@@ -37,7 +37,8 @@ from eyas.training.loss import Batch, Sums, in_vocabulary, ttt_loss
 from eyas.training.metrics import EVENTS, HELD_OUT, METRICS, Metrics, metrics, note
 from eyas.training.objectives import Objective, objective_of
 from eyas.training.optimise import Optimiser, learning_rate, make_optimiser, trained
-from eyas.training.replicas import Replicas, local, whole_tensor
+from eyas.training.replicas import Replicas
+from eyas.training.shards import local, whole_tensor
 from eyas.training.start import (
     checksums,
     data_is_online,
@@ -84,7 +85,7 @@ class Trainer:
         self.replicas = Replicas(self.draft, self.compute, settings.ttt_length, self.ranks, settings.parallel)
         self.ahead = Ahead(self.read, len(self.plan))
         # of the parameters as they are held now: whole or in shards
-        self.optimiser = make_optimiser(self.draft, settings, self.unit_A, self.dtype)
+        self.optimiser = make_optimiser(self.draft, settings, self.unit_A, self.dtype, self.ranks)
 
     def advance(self) -> dict[str, Any]:
         """One optimiser step; its line of metrics. Raises InputError where the loss is not finite."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eyas.models.draft import Draft
 from eyas.recipe import TrainSettings
+from eyas.training.distributed import Ranks
+from eyas.training.shards import local, sharded_as, whole_tensor
 
 OUTSIDE = ("lm_head.weight", "embed_tokens.weight")
 """Matrices that face tokens, one row each: no linear map between states, so none of Muon's."""
@@ -22,38 +23,82 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 class Muon(torch.optim.Muon):
     """torch's Muon with Nesterov's momentum, but the iteration on a CPU in the dtype of the other products. Torch fixes
     bfloat16: ten times as long as all the rest of a step where a CPU has no bfloat16 products, and a fifth of float32's
-    time where it has (docs/lab.md)."""
+    time where it has (docs/lab.md).
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    The iteration needs whole matrices, and is the same in each of several processes: they share it out, in rounds of
+    one matrix each, and send one another what came out.
+    """
+
+    def __init__(
+        self, params: list[Tensor], dtype: torch.dtype = torch.float32, ranks: Ranks | None = None, **settings: Any
+    ) -> None:
         super().__init__(params, **settings)
-        self.dtype = dtype
+        self.dtype, self.ranks = dtype, ranks or Ranks()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
-                momentum.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(momentum, group["momentum"]), group["ns_steps"], self.dtype)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                # a rate that is beyond float32 leaves weights that are named, not a scalar that torch refuses
-                rate = min(group["lr"], torch.finfo(torch.float32).max)
-                weight.add_(update * (0.2 * max(weight.shape) ** 0.5), alpha=-rate)
+            moved = [weight for weight in group["params"] if weight.grad is not None]
+            for weights in rounds(moved, self.ranks.size):
+                self._move(weights, group)
+
+    def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """The first process takes the first of `weights`, the second the second. All gather before any computes: the
+        others would wait for it."""
+        mine: dict[int, Tensor] = {}
+        for number, weight in enumerate(weights):
+            whole = whole_tensor(self._direction(weight, group["momentum"]))
+            if number == self.ranks.place.rank:
+                mine[number] = whole
+        for number, whole in mine.items():
+            mine[number] = orthogonal(whole, group["ns_steps"], self.dtype)
+        # a rate that is beyond float32 leaves weights that are named, not a scalar that torch refuses
+        rate = min(group["lr"], torch.finfo(torch.float32).max)
+        for number, weight in enumerate(weights):
+            update = mine.get(number)
+            if update is None:
+                update = torch.empty(weight.shape, dtype=products(weight, self.dtype), device=weight.device)
+            self.ranks.send(update, number)
+            scaled = sharded_as(update, weight).to(weight.dtype) * (0.2 * max(weight.shape) ** 0.5)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(scaled, alpha=-rate)
+
+    def _direction(self, weight: Tensor, momentum: float) -> Tensor:
+        """Where Nesterov's momentum leads, which is kept for the next step; held as `weight` is."""
+        gradient = weight.grad
+        assert gradient is not None, "only weights that have one are moved"
+        kept = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(gradient))
+        kept.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(kept, momentum)
+
+
+def rounds(weights: list[Tensor], processes: int) -> list[list[Tensor]]:
+    """`weights` in groups of `processes`, alike in what the iteration costs: a round lasts as long as its largest."""
+    by_cost = sorted(weights, key=lambda weight: -iteration_flop(*weight.shape))
+    return [by_cost[start : start + processes] for start in range(0, len(by_cost), processes)]
+
+
+def iteration_flop(rows: int, columns: int) -> int:
+    """Of one Newton-Schulz step: two products with the longer side, one of squares of the shorter."""
+    short, long = sorted((rows, columns))
+    return 2 * short**2 * (2 * long + short)
 
 
 def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The nearest matrix whose singular values are one, nearly: between 0.7 and 1.2 after five steps. `dtype`: of its
-    products on a CPU; elsewhere bfloat16, as torch's."""
+    """The nearest matrix whose singular values are one, nearly: between 0.7 and 1.2 after five steps. In the dtype of
+    its products: `dtype` on a CPU, bfloat16 elsewhere, as torch's."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix).to(dtype if matrix.device.type == "cpu" else torch.bfloat16)
+    x = (matrix.T if tall else matrix).to(products(matrix, dtype))
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).to(matrix.dtype)
+    return x.T.contiguous() if tall else x
+
+
+def products(matrix: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What the iteration on `matrix` is made in."""
+    return dtype if matrix.device.type == "cpu" else torch.bfloat16
 
 
 class Optimiser:
@@ -74,11 +119,11 @@ class Optimiser:
     def gradient_in_units(self) -> None:
         """Before anything is clipped: the gradient of what `fc` holds in units of its columns."""
         if self.unit_A is not None and self.fc.grad is not None:
-            here(self.fc.grad).div_(self.unit_A)
+            local(self.fc.grad).div_(self.unit_A)
 
     @torch.no_grad()
     def step(self) -> None:
-        fc, unit_A, group = here(self.fc), self.unit_A, self.group(self.fc)
+        fc, unit_A, group = local(self.fc), self.unit_A, self.group(self.fc)
         decayed = fc * (1 - group["lr"] * group["weight_decay"])
         for part in self.parts:
             part.step()
@@ -112,16 +157,15 @@ def trained(draft: Draft) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
 
 
-def here(tensor: Tensor) -> Tensor:
-    """`tensor` itself, or this process's rows of it where it is in shards; the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def make_optimiser(
-    draft: Draft, settings: TrainSettings, unit_A: Tensor | None = None, dtype: torch.dtype = torch.float32
+    draft: Draft,
+    settings: TrainSettings,
+    unit_A: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    ranks: Ranks | None = None,
 ) -> Optimiser:
-    """Decay on matrices only; `dtype`: that of the matrix products. `fused`: one pass over the parameters in place of
-    one a tensor and operation.
+    """Decay on matrices only; `dtype`: that of the matrix products; `ranks`: who else trains this draft. `fused`: one
+    pass over the parameters in place of one a tensor and operation.
 
     Muon's updates are scaled to the size of AdamW's (torch's `match_rms_adamw`), so that one learning rate serves both.
     """
@@ -139,6 +183,7 @@ def make_optimiser(
     muon = Muon(
         [named[name] for name in inner],
         dtype,
+        ranks,
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
     )

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eyas.models.draft import Draft
@@ -109,13 +108,3 @@ class Replicas:
 def _summed(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """In place of DDP's mean."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """`tensor` itself, or all of it where it is in shards (all processes must ask)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ from eyas.run import disk_error, hash_file, write_atomic
 from eyas.stage import step_number
 from eyas.training.distributed import Ranks, is_lost
 from eyas.training.optimise import Optimiser, trained
-from eyas.training.replicas import whole_tensor
+from eyas.training.shards import whole_tensor
 
 STATES, TRAINER, SUMS = "trainer_state", "trainer.json", "sha256"
 KEPT = 2
