@@ -66,6 +66,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "Muon, half the rate": ("train.optimiser=muon", "train.learning_rate=5e-4"),
     "Muon, three times the rate": ("train.optimiser=muon", "train.learning_rate=3e-3"),
     "Muon, twice the batch": ("train.optimiser=muon", "train.batch_tokens=512"),
+    "Muon, the head at 0.3 of the rate": ("train.optimiser=muon", "train.adamw_rate=3e-4"),
+    "Muon, the head at 0.1 of the rate": ("train.optimiser=muon", "train.adamw_rate=1e-4"),
     "AdamW, a quarter of the rate": ("train.learning_rate=2.5e-4",),
     "AdamW, half the rate": ("train.learning_rate=5e-4",),
     "AdamW, twice the rate": ("train.learning_rate=2e-3",),
@@ -172,7 +174,8 @@ def claim(todo: Iterable[tuple[str, int]], folder: Callable[[str, int], Path]) -
     """The first of these runs that no other process is at, locked; None where there is none."""
     for name, seed in todo:
         try:
-            lock = lock_folder(folder(name, seed).with_suffix(".claim"))  # the run's own is the trainer's
+            at = folder(name, seed)
+            lock = lock_folder(at.with_name(f"{at.name}.claim"))  # the run's own is the trainer's
         except InputError:  # another process's
             continue
         try:

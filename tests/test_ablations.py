@@ -101,12 +101,12 @@ def test_two_processes_never_share_a_run(ablations: ModuleType, tmp_path: Path) 
         )
         return eval(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
-    todo = [("a", 0), ("b", 0)]
+    todo = [("0.1 of it", 0), ("0.3 of it", 0)]
     with ablations.claim(todo, folder) as mine:
-        assert mine == ("a", 0)
-        assert claims(todo) == ("b", 0)
+        assert mine == ("0.1 of it", 0)
+        assert claims(todo) == ("0.3 of it", 0)
         assert claims(todo[:1]) is None
-    assert claims(todo) == ("a", 0)
+    assert claims(todo) == ("0.1 of it", 0)
 
 
 def test_rows_hold_on_another_machine_and_not_for_other_answers(
