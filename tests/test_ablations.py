@@ -60,17 +60,17 @@ def test_a_row_counts_while_its_settings_are_what_its_change_means(
         settings = ablations.settings_of(recipe_of((*shared, *ablations.CHANGES[name])), seed, online)
         return row(name, seed, 1.5) | {"settings": json.loads(json.dumps(settings)), "survival": [0.5] * 5}
 
-    default, muon = made("default"), made("Muon", 1)
-    assert (muon["settings"]["train"]["optimiser"], muon["settings"]["train"]["seed"]) == ("muon", 1)
-    assert ablations.valid(default, shared, False) and ablations.valid(muon, shared, False)
+    default, adamw = made("default"), made("AdamW", 1)
+    assert (adamw["settings"]["train"]["optimiser"], adamw["settings"]["train"]["seed"]) == ("adamw", 1)
+    assert ablations.valid(default, shared, False) and ablations.valid(adamw, shared, False)
     assert not ablations.valid(default, shared, True) and ablations.valid(made("default", online=True), shared, True)
     assert not ablations.valid(default, ("train.epochs=2",), False)
     assert not ablations.valid(default | {"survival": [0.5] * 4}, shared, False)
     assert not ablations.valid(default | {"name": "a change that was taken out"}, shared, False)
     earlier = default["settings"] | {"train": default["settings"]["train"] | {"learning_rate": 5e-4}}
     assert not ablations.valid(default | {"settings": earlier}, shared, False)
-    monkeypatch.setitem(ablations.CHANGES, "Muon", ("train.optimiser=muon", "train.learning_rate=2e-3"))
-    assert ablations.valid(default, shared, False) and not ablations.valid(muon, shared, False)
+    monkeypatch.setitem(ablations.CHANGES, "AdamW", ("train.optimiser=adamw", "train.learning_rate=2e-3"))
+    assert ablations.valid(default, shared, False) and not ablations.valid(adamw, shared, False)
 
 
 def test_the_next_run_is_expected_to_take_what_the_last_three_took_with_their_judge(ablations: ModuleType) -> None:

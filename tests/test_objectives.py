@@ -205,16 +205,6 @@ def test_muon_moves_the_matrices_inside_and_adamw_the_rest() -> None:
     assert {"lm_head.weight", "norm.weight"} <= rest and "embed_tokens.weight" not in rest
 
 
-def test_the_rate_of_what_adamw_moves_beside_muon_follows_the_schedule_too() -> None:
-    optimiser = make_optimiser(make_draft(), TrainSettings(learning_rate=1e-3, adamw_rate=2e-4))
-    muon, adamw = optimiser.parts
-    optimiser.set_rate(5e-4)
-    assert [group["lr"] for group in muon.param_groups] == [5e-4]
-    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([1e-4, 1e-4])
-    with pytest.raises(ValidationError, match="without optimiser muon"):
-        TrainSettings(optimiser="adamw", adamw_rate=2e-4)
-
-
 def test_muons_matrices_are_dealt_in_rounds_of_alike_cost() -> None:
     """Those of the default target's draft: fc, query, key, value, output, gate, up, down; multiply-adds by hand."""
     assert iteration_flop(576, 1728) == iteration_flop(1728, 576) == 2 * (2 * 576**2 * 1728 + 576**3)

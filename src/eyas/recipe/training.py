@@ -76,8 +76,6 @@ class TrainSettings(Section):
     optimiser: Literal["adamw", "muon"] = "muon"
     """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW. It is
     ahead on the same tokens; on a CPU without bfloat16 products its steps take twice as long at the default batch."""
-    adamw_rate: float | None = Field(default=None, gt=0)
-    """Optimiser muon: the peak of what AdamW moves beside it (head, norms); none means learning_rate."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -147,12 +145,6 @@ class TrainSettings(Section):
             raise ValueError(
                 f"step_weights {given}: wanted {self.ttt_length} (ttt_length), the first above 0, none below"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _beside_muon(self) -> "TrainSettings":
-        if self.adamw_rate is not None and self.optimiser != "muon":
-            raise ValueError(f"adamw_rate {self.adamw_rate} without optimiser muon: learning_rate is the rate of all")
         return self
 
     @model_validator(mode="after")

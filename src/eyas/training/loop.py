@@ -94,7 +94,8 @@ class Trainer:
         batches = [batch.to(self.ranks.device) for batch in read]
         weights = row_weights(batches, self.draft.t2d, settings, self.ranks)
         rate = learning_rate(self.step, len(self.plan), settings)
-        self.optimiser.set_rate(rate)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
         losses, sums = [], Sums.none(settings.ttt_length)
         for place in range(len(mine)):
             batch = batches[place] if place < len(batches) else None

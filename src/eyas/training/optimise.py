@@ -116,10 +116,6 @@ class Optimiser:
     def param_groups(self) -> list[dict[str, Any]]:
         return list(chain.from_iterable(part.param_groups for part in self.parts))
 
-    def set_rate(self, rate: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = rate * group["share"]
-
     def gradient_in_units(self) -> None:
         """Before anything is clipped: the gradient of what `fc` holds in units of its columns."""
         if self.unit_A is not None and self.fc.grad is not None:
@@ -182,8 +178,6 @@ def make_optimiser(
         {"params": [p for p in rest if p.dim() != 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
-    for group in adamw.param_groups:
-        group["share"] = (settings.adamw_rate or settings.learning_rate) / settings.learning_rate if inner else 1.0
     if not inner:
         return Optimiser([adamw], draft.fc.weight, unit_A)
     muon = Muon(
@@ -193,7 +187,6 @@ def make_optimiser(
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
     )
-    muon.param_groups[0]["share"] = 1.0
     return Optimiser([muon, adamw], draft.fc.weight, unit_A)
 
 
