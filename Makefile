@@ -108,7 +108,8 @@ bench-recipes: $(READY) $(PEERS_READY)
 # What its changes are laid upon is written out, so that they still hold when a default has changed.
 SET := runs/ablations
 UPON := train.epochs=1 train.evaluate_every=600 train.patience=0 train.precision=bfloat16 \
-	train.optimiser=muon train.learning_rate=1e-3 train.batch_tokens=512 train.ttt_length=3
+	train.optimiser=muon train.learning_rate=1e-3 train.batch_tokens=512 train.ttt_length=3 \
+	draft.norm_output=true
 ablations: $(READY)
 	$(BIN)/python shipping/make.py --kept --asked benchmarks/ablations.toml --out $(SET) --until answers
 	$(BIN)/eyas capture --responses $(SET)/responses --out $(SET)/captures --boundaries 8,28,29 --precision bfloat16

@@ -50,6 +50,7 @@ OUT = Path("bench/out")
 KEPT = Path(__file__).with_suffix(".jsonl")
 """Rows in git: those of the table in docs/training.md."""
 DEFAULT = "default"
+H_FED_BACK, HALF, ADAMW = ("draft.norm_output=false",), ("train.batch_tokens=256",), ("train.optimiser=adamw",)
 CHANGES: dict[str, tuple[str, ...]] = {
     DEFAULT: (),
     "reverse KL": ("train.loss=reverse_kl",),
@@ -66,34 +67,28 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "twice the batch": ("train.batch_tokens=1024",),
     "half the rate": ("train.learning_rate=5e-4",),
     "twice the rate": ("train.learning_rate=2e-3",),
-    "half the batch, half the rate": ("train.batch_tokens=256", "train.learning_rate=5e-4"),
-    "half the batch, three times the rate": ("train.batch_tokens=256", "train.learning_rate=3e-3"),
     "AdamW": ("train.optimiser=adamw",),
-    "AdamW, half the batch": ("train.optimiser=adamw", "train.batch_tokens=256"),
-    "AdamW, half the batch, half the rate": (
-        "train.optimiser=adamw",
-        "train.batch_tokens=256",
-        "train.learning_rate=5e-4",
-    ),
-    "AdamW, half the batch, a quarter of the rate": (
-        "train.optimiser=adamw",
-        "train.batch_tokens=256",
+    "h fed back": H_FED_BACK,
+    "h fed back, steps weigh the same": (*H_FED_BACK, "train.step_decay=1.0"),
+    "h fed back, half the batch": (*H_FED_BACK, *HALF),
+    "h fed back, half the batch, half the rate": (*H_FED_BACK, *HALF, "train.learning_rate=5e-4"),
+    "h fed back, half the batch, three times the rate": (*H_FED_BACK, *HALF, "train.learning_rate=3e-3"),
+    "h fed back, AdamW, half the batch": (*H_FED_BACK, *HALF, *ADAMW),
+    "h fed back, AdamW, half the batch, half the rate": (*H_FED_BACK, *HALF, *ADAMW, "train.learning_rate=5e-4"),
+    "h fed back, AdamW, half the batch, a quarter of the rate": (
+        *(*H_FED_BACK, *HALF, *ADAMW),
         "train.learning_rate=2.5e-4",
     ),
-    "AdamW, half the batch, LK alpha": (
-        "train.optimiser=adamw",
-        "train.batch_tokens=256",
-        "train.loss=lk_alpha",
-    ),
+    "h fed back, AdamW, half the batch, LK alpha": (*H_FED_BACK, *HALF, *ADAMW, "train.loss=lk_alpha"),
     "prompts too": ("train.loss_on=all",),
     "weights decay": ("train.weight_decay=0.1",),
     "from noise": ("train.initialise=random",),
     "from the target's head": ("train.initialise=target",),
     "TTT 5": ("train.ttt_length=5",),
     "no norms of the taps": ("draft.fc_norm=false",),
-    "norm(h) fed back": ("draft.norm_output=true",),
+    "residual after the norm": ("draft.norm_before_residual=true",),
     "Qwen3 block": ("draft.block=qwen3",),
-    "P-EAGLE": ("draft.method=peagle",),
+    "P-EAGLE": ("draft.method=peagle", *H_FED_BACK),
     "two layers": ("draft.num_hidden_layers=2",),
     "half the vocabulary": ("draft.vocab_size=4096",),
     "twice the vocabulary": ("draft.vocab_size=16384",),

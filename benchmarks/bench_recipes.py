@@ -36,6 +36,7 @@ from eyas.models.target import Target, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import Recipe, recipe_of
 from eyas.run import machine, versions
+from eyas.stage import flat
 from eyas.training.batches import planned
 from eyas.training.initialise import count_tokens, draft_config, gain
 
@@ -46,6 +47,12 @@ KEPT = HERE / "recipes.jsonl"
 BOTH = ("target.name", "train.evaluate_every", "train.precision", "train.batch_tokens", "draft.vocab_size")
 """Settings that are speculators' too."""
 OURS, PEER = RECIPES = ("eyas", "speculators")
+
+
+def peers_settings(recipe: Recipe) -> tuple[str, ...]:
+    """What speculators' runs depend on, said or a default."""
+    settings = flat(recipe.model_dump(mode="json"))
+    return tuple(f"{name}={settings[name]}" for name in BOTH)
 
 
 def left(rows: list[Row], budgets: list[int], seeds: int) -> Iterator[tuple[int, int, str]]:
@@ -163,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="show what is there and run nothing")
     options = parser.parse_args(argv)
     shared = (f"target.name={options.target}", "train.evaluate_every=0", "train.precision=float32", *options.sets)
-    theirs = tuple(one for one in shared if one.split("=")[0] in BOTH)
+    theirs = peers_settings(recipe_of(shared))
     bases = {
         name: base_of(sets, options.captures, options.heldout)
         for name, sets in zip(RECIPES, (shared, theirs), strict=True)

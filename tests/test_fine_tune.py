@@ -191,7 +191,7 @@ def test_a_vocabulary_map_that_drops_a_stop_token_is_refused(
     ("shape", "field"),
     [
         ({"vocab_size": 64}, "draft.vocab_size"),
-        ({"norm_output": True}, "draft.norm_output"),
+        ({"norm_output": False}, "draft.norm_output"),
         ({"num_hidden_layers": 2}, "draft.num_hidden_layers"),
     ],
 )

@@ -18,7 +18,9 @@ from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, new_draft
 from eyas.training.least_squares import Moments, moments_of, solve, start_from_least_squares
 from eyas.training.loop import train
+from eyas.training.loss import unroll
 from eyas.training.optimise import Muon, make_optimiser, orthogonal
+from eyas.training.rows import supervise
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made
 from test_loss import make_draft
@@ -101,6 +103,30 @@ def test_a_draft_guesses_right_before_its_first_step(tmp_path: Path, sharp_targe
         train(folder, tmp_path / start, still, shaped, named)
         right[start] = evaluate(tmp_path / start, folder, EvaluateSettings(steps=1), named, split="train")
     assert right["least_squares"]["accuracy"][0] > right["target"]["accuracy"][0] + 0.1
+
+
+def test_what_is_fed_back_at_the_start_is_h_itself_also_where_it_is_normed(tmp_path: Path, sharp_target: Path) -> None:
+    """Up to its size from row to row: so a later step means what the first one did."""
+    folder, target = made(tmp_path / "captures", sharp_target, train=24, heldout=0)
+    samples, numbers = CaptureReader(folder), list(range(24))
+    drafts = []
+    for normed in (False, True):
+        shape = DraftSettings(vocab_size=259, norm_output=normed)
+        draft = new_draft(target, draft_config(target, BOUNDARIES, shape), torch.arange(259), "least_squares", 0)
+        teacher = Teacher(target, target_ids(draft.d2t), "before")
+        start_from_least_squares(draft, teacher, samples, numbers, seed=0)
+        drafts.append(draft)
+    assert drafts[0].norm.weight.std() > 0.01, "the target's norm is no mere factor"
+    sample = samples.read(0)
+    rows = supervise(sample.loss_mask_T, [len(sample.ids_T)], steps=1)
+    with torch.no_grad():
+        plain, normed = (unroll(draft, sample.taps_TA, sample.ids_T.long(), rows)[0] for draft in drafts)
+        torch.testing.assert_close(normed, plain)
+        torch.testing.assert_close(drafts[1].logits(normed), drafts[0].logits(plain), rtol=1e-4, atol=1e-4)
+        fed = drafts[1].feedback(normed)
+    assert torch.cosine_similarity(fed, normed, dim=-1).min() > 0.9999
+    sizes = fed.norm(dim=-1) / normed.norm(dim=-1)
+    assert 0.8 < sizes.median() < 1.25
 
 
 def test_two_starts_of_one_seed_are_the_same(tmp_path: Path, tiny_target: Path) -> None:

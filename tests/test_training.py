@@ -420,12 +420,14 @@ def test_the_teacher_is_the_target_itself(target: Target) -> None:
     assert torch.equal(Teacher(target, words, "after").argmax(normed), logits_TV.argmax(-1))
 
 
-def test_a_draft_started_from_the_target_has_its_head_final_norm_and_shape(target: Target) -> None:
-    config = draft_config(target, BOUNDARIES, SHAPE)
+@pytest.mark.parametrize("fed_back", [False, True])
+def test_a_draft_started_from_the_target_has_its_head_final_norm_and_shape(target: Target, fed_back: bool) -> None:
+    config = draft_config(target, BOUNDARIES, SHAPE.model_copy(update={"norm_output": fed_back}))
     draft = new_draft(target, config, torch.arange(259), "target", seed=0)
-    words = torch.arange(128) + draft.d2t
-    assert torch.equal(draft.lm_head.weight, target.head.weight[words])
-    torch.testing.assert_close(draft.norm.weight, target.final_norm.weight)
+    rows, gain = target.head.weight[torch.arange(128) + draft.d2t], target.final_norm.weight
+    assert gain.std() > 0.01, "else nothing is told apart"
+    torch.testing.assert_close(draft.lm_head.weight, rows * gain if fed_back else rows)
+    torch.testing.assert_close(draft.norm.weight, torch.ones_like(gain) if fed_back else gain)
     assert config.rope_theta == 10_000.0 and config.max_position_embeddings == 1024
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (128, 2, 16)
 

@@ -27,8 +27,8 @@ class DraftSettings(Section):
     """Draft vocabulary: the answers' most frequent tokens. The target's size means no reduction."""
     fc_norm: bool = True
     """EAGLE-3.1: one norm a tap before `fc`."""
-    norm_output: bool = False
-    """EAGLE-3.1: feed norm(h) to the next step."""
+    norm_output: bool | None = None
+    """EAGLE-3.1: feed norm(h) to the next step; none means wherever the method feeds h back (`eagle3`)."""
     norm_before_fc: bool = False
     """One norm over all taps before `fc`."""
     norm_before_residual: bool = False
@@ -82,7 +82,7 @@ class TrainSettings(Section):
     """On matrices only."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Gradient norm limit; 0 clips nothing, and the norm is told all the same."""
-    batch_tokens: int = Field(default=256, ge=1)
+    batch_tokens: int = Field(default=512, ge=1)
     """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
     accumulate: int = Field(default=1, ge=1)
     """Packed forwards in one optimiser step."""

@@ -64,7 +64,7 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
         block=settings.block,
         latent=latent,
         fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
+        norm_output=not parallel if settings.norm_output is None else settings.norm_output,
         norm_before_fc=settings.norm_before_fc,
         norm_before_residual=settings.norm_before_residual,
         sliding_window=settings.sliding_window,
@@ -216,11 +216,17 @@ def new_draft(
 
 
 def copy_head(draft: Draft, target: Target) -> None:
-    """The head from the target's rows of the draft vocabulary, the norm from its final norm (whatever its spelling)."""
+    """The head from the target's rows of the draft vocabulary, the norm from its final norm (whatever its spelling).
+
+    Where norm(h) is fed back its weight goes into the head's columns: the same logits, and what a later step is fed is
+    h in another size, not h with each element in a unit of its own, which no layer has met at step 0.
+    """
     rows_DH = target.head.weight[target_ids(draft.d2t)]
     if rows_DH.shape == draft.lm_head.weight.shape:
-        draft.lm_head.weight.copy_(rows_DH)
-        draft.norm.weight.copy_(gain(target.final_norm, draft.norm.weight))
+        gain_H = gain(target.final_norm, draft.norm.weight)
+        inside, outside = (torch.ones_like(gain_H), gain_H) if draft.config.norm_output else (gain_H, 1.0)
+        draft.lm_head.weight.copy_(rows_DH * outside)
+        draft.norm.weight.copy_(inside)
 
 
 def gain(norm: nn.Module, like_H: Tensor) -> Tensor:

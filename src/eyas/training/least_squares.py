@@ -77,6 +77,10 @@ def start_from_least_squares(draft: Draft, teacher: Teacher, samples: Samples, n
         return torch.ones(draft.fc.in_features, device=draft.fc.weight.device)
     fc_AH, read_HU, write_UH = solve(moments, head_metric(draft).cpu(), values_width(draft))
     draft.fc.weight.copy_((fc_AH / moments.unit_A[:, None]).T)
+    if draft.config.norm_output:  # what is fed back is then as large as h, and means what it meant at step 0
+        size = guess_size(moments, fc_AH, read_HU @ write_UH)
+        draft.norm.weight.mul_(size)
+        draft.lm_head.weight.div_(size)
     device = draft.fc.weight.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -163,6 +167,13 @@ def solve(moments: Moments, metric_HH: Tensor, width: int) -> tuple[Tensor, Tens
     write_UH = inverse.new_zeros(width, len(token_HH))
     read_HU[:, :rank], write_UH[:rank] = inverse * sizes[:rank], right[:rank] @ back
     return y_AH - known_AH @ read_HU @ write_UH, read_HU, write_UH
+
+
+def guess_size(moments: Moments, fc_AH: Tensor, token_HH: Tensor) -> float:
+    """The RMS of an element of y as it is guessed, x P + e M."""
+    inputs = torch.cat([fc_AH, token_HH])
+    known = moments.product[: len(inputs), : len(inputs)]
+    return float(((known @ inputs) * inputs).sum() / fc_AH.shape[1]) ** 0.5
 
 
 def damped(product: Tensor, share: float) -> Tensor:
