@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from eyas.recipe import recipe_of
+
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -41,3 +43,13 @@ def test_the_table_pairs_seeds_and_leaves_out_what_has_no_pair(recipes: ModuleTy
     rows += [row("speculators", 40, seed, 1.2) for seed in range(2)]
     (line,) = recipes.table(rows).splitlines()[2:]
     assert line == "| 40 | 100 to 101 | 2 | 1.3050 ± 0.0635 | 1.2000 ± 0.0000 | 0.1050 ± 0.0635 |"
+
+
+def test_speculators_runs_hang_on_what_both_take_said_or_a_default_and_on_nothing_else(recipes: ModuleType) -> None:
+    def theirs(*sets: str) -> tuple[str, ...]:
+        return recipes.peers_settings(recipe_of(sets))
+
+    said = theirs("train.batch_tokens=512")
+    assert "train.batch_tokens=512" in said
+    assert said == theirs() == theirs("train.optimiser=adamw", "draft.norm_output=false")
+    assert theirs("train.batch_tokens=256") != said != theirs("draft.vocab_size=4096")
