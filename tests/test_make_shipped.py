@@ -29,6 +29,7 @@ precision = "float32"
 [draft]
 vocab_size = 128
 fc_norm = false
+norm_output = false
 [train]
 online = true
 epochs = 1

@@ -44,9 +44,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> P
     write_responses(root / "responses", load_target(str(tiny_target)), [12, 20, 31, 18, 25, 14, 40, 22])
     capture(root / "responses", root / "captures", quick(), named)
     settings = TrainSettings(epochs=2, batch_tokens=64, ttt_length=2, precision="float32", evaluate_every=2)
-    shape = DraftSettings(vocab_size=128, fc_norm=False)
+    shape = DraftSettings(vocab_size=128, fc_norm=False, norm_output=False)
     train(root / "captures", root / "draft", settings, shape, named)
-    (root / "recipe.toml").write_text('name = "shipped"\n[draft]\nfc_norm = false\n')
+    (root / "recipe.toml").write_text('name = "shipped"\n[draft]\nfc_norm = false\nnorm_output = false\n')
     return root
 
 
