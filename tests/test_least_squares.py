@@ -16,7 +16,7 @@ from eyas.recipe import DraftSettings, EvaluateSettings, TargetSettings, TrainSe
 from eyas.run import Manifest
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, new_draft
-from eyas.training.least_squares import Moments, moments_of, solve, start_from_least_squares
+from eyas.training.least_squares import Moments, guess_size, moments_of, solve, start_from_least_squares
 from eyas.training.loop import train
 from eyas.training.loss import unroll
 from eyas.training.optimise import Muon, make_optimiser, orthogonal
@@ -103,6 +103,14 @@ def test_a_draft_guesses_right_before_its_first_step(tmp_path: Path, sharp_targe
         train(folder, tmp_path / start, still, shaped, named)
         right[start] = evaluate(tmp_path / start, folder, EvaluateSettings(steps=1), named, split="train")
     assert right["least_squares"]["accuracy"][0] > right["target"]["accuracy"][0] + 0.1
+
+
+def test_the_size_of_a_guess_is_that_of_what_it_gives() -> None:
+    """x = 2 in every row, no token seen, y guessed as 3 x: 6; nothing guessed has no size to divide by."""
+    moments = Moments(torch.diag(torch.tensor([4.0, 0.0, 1.0])).double(), torch.ones(1).double(), rows=9, width=1)
+    one = torch.ones(1, 1).double()
+    assert guess_size(moments, 3 * one, one) == 6.0
+    assert guess_size(moments, 0 * one, one) == 1.0
 
 
 def test_what_is_fed_back_at_the_start_is_h_itself_also_where_it_is_normed(tmp_path: Path, sharp_target: Path) -> None:

@@ -75,7 +75,8 @@ class TrainSettings(Section):
     """Where the cosine ends, as a share of the peak."""
     optimiser: Literal["adamw", "muon"] = "muon"
     """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW. It is
-    ahead on the same tokens; on a CPU without bfloat16 products its steps take twice as long at the default batch."""
+    ahead on the same tokens; on a CPU without bfloat16 products its steps take half as long again at the default
+    batch."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)

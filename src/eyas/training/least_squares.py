@@ -170,10 +170,11 @@ def solve(moments: Moments, metric_HH: Tensor, width: int) -> tuple[Tensor, Tens
 
 
 def guess_size(moments: Moments, fc_AH: Tensor, token_HH: Tensor) -> float:
-    """The RMS of an element of y as it is guessed, x P + e M."""
+    """The RMS of an element of y as it is guessed, x P + e M; 1 where nothing is guessed."""
     inputs = torch.cat([fc_AH, token_HH])
     known = moments.product[: len(inputs), : len(inputs)]
-    return float(((known @ inputs) * inputs).sum() / fc_AH.shape[1]) ** 0.5
+    square = float(((known @ inputs) * inputs).sum()) / fc_AH.shape[1]
+    return square**0.5 if square > 0 else 1.0
 
 
 def damped(product: Tensor, share: float) -> Tensor:
