@@ -14,7 +14,7 @@ from eyas.errors import InputError
 from eyas.export.folder import export_draft, refusals
 from eyas.formats.draft_config import LatentShape
 from eyas.models.checkpoint import draft_tensors, load_draft
-from eyas.models.target import Target
+from eyas.models.target import Target, load_target
 from eyas.recipe import DraftSettings, EvaluateSettings, ExportSettings, TargetSettings, TrainSettings
 from eyas.training.evaluate import evaluate
 from eyas.training.initialise import draft_config, new_draft
@@ -23,7 +23,7 @@ from eyas.wiring.check import check
 from eyas.wiring.loaders import loader_report
 from eyas.wiring.parity import ttt_equals_incremental
 from eyas.wiring.served import walk_against_engine
-from made_captures import BOUNDARIES, made
+from made_captures import BOUNDARIES, made, make_samples, write_captures
 from tiny import HIDDEN, LAYERS, tiny_tokenizer
 
 SETTINGS = TrainSettings(
@@ -245,3 +245,17 @@ def test_what_no_engine_rotates_is_known_before_training(grounds: dict[str, Grou
         assert len(reasons) == 2 and all(words in reason for reason in reasons)
     for scaling in (None, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}):
         assert refusals(config.model_copy(update={"rope_scaling": scaling}), ["sglang", "vllm"]) == []
+
+
+def test_where_the_engine_writes_another_text_its_own_is_walked(tmp_path: Path, tiny_target: Path) -> None:
+    """Answers that are not the target's own, as those decoded in a lower precision may not be: nothing is mis-wired."""
+    target = load_target(str(tiny_target))
+    samples = make_samples(target, train=0, heldout=4)
+    for sample in samples:
+        answer = sample.loss_mask_T.bool()
+        sample.ids_T[answer] = (sample.ids_T[answer] + 7) % 250 + 3
+    reader = CaptureReader(write_captures(tmp_path / "captures", target, samples))
+    config = draft_config(target, BOUNDARIES, DraftSettings(vocab_size=259))
+    draft = new_draft(target, config, torch.arange(259), "target", 0)
+    served = walk_against_engine(target, draft, reader, num_steps=3, tokens=80, length=20)
+    assert served is not None and served.texts_equal == 0 and served.engine == served.walk > 1

@@ -174,6 +174,8 @@ def check_served(given: Given) -> Check:
         f"accept length {served.engine:.3f} in the engine, {served.walk:.3f} by the walk, over {served.samples} "
         f"held-out answers at chains of {served.num_steps}; {served.texts_equal} of them repeated token for token"
     )
+    if served.texts_equal < served.samples:
+        evidence += ", the engine's own text walked where it is another"
     if served.difference <= ALLOWED:
         return Check(name, "pass", evidence, facts=served.as_dict)
     finding = Finding(

@@ -1,13 +1,17 @@
 """Does the engine accept what the evaluator promised? The walk over captures against the engine on the same prompts.
 
 Two parts of the pipeline that could agree by luck: the evaluator drafts from stored states with the training attention,
-the engine from its own states with its caches. On greedy answers in float32 the two count the same rounds exactly; on
-answers or states of a lower precision a near tie may part the texts, and the two stay within a few percent.
+the engine from its own states with its caches. On greedy answers in float32 the two count the same rounds exactly.
+Answers decoded in a lower precision part from the engine's at a near tie, and another text has another accept length:
+there the walk is over the engine's own text, its states computed anew.
 """
 
 from dataclasses import asdict, dataclass
 
-from eyas.data.shards import CaptureReader
+import torch
+
+from eyas.data.captures import capture_batch
+from eyas.data.shards import CaptureReader, Sample
 from eyas.engine.generate import Engine
 from eyas.models.draft import Draft
 from eyas.models.target import Target
@@ -55,30 +59,39 @@ def walk_against_engine(
     None where there is none with a round to count.
     """
     chosen = chosen_samples(reader, tokens, length, split)
-    tally = Tally(num_steps)
-    teacher = Teacher(target, target_ids(draft.d2t), reader.last_hidden_norm)
+    tally, words = Tally(num_steps), target_ids(draft.d2t)
+    stored, anew = Teacher(target, words, reader.last_hidden_norm), Teacher(target, words, "before")
     samples = [reader.read(index).cut(reader.samples[index].prompt_tokens + length) for index in chosen]
-    for sample in samples:
-        add_sample(tally, draft, sample, teacher)
     engine = Engine(target, draft, num_steps=num_steps, announce=False)
     rounds: list[int] = []
-    equal = 0
+    texts: list[list[int]] = []
     try:
         with Progress("check: the engine against the walk", len(samples), "answers") as bar:
             for sample, index in zip(samples, chosen, strict=True):
                 prompt_tokens = reader.samples[index].prompt_tokens
                 ids = sample.ids_T.tolist()
-                answer = ids[prompt_tokens:]
-                got = engine.generate(ids[:prompt_tokens], max_new_tokens=len(answer), num_steps=num_steps)
+                got = engine.generate(ids[:prompt_tokens], max_new_tokens=len(ids) - prompt_tokens, num_steps=num_steps)
                 rounds.extend(got.rounds)
-                equal += list(got.ids) == answer
+                texts.append([*ids[:prompt_tokens], *got.ids])
                 bar.advance(1)
     finally:
         engine.close()
+    equal = 0
+    for sample, text in zip(samples, texts, strict=True):
+        same = text == sample.ids_T.tolist()
+        equal += same
+        add_sample(tally, draft, sample if same else states_of(target, reader, sample, text), stored if same else anew)
     walked = tally.result(greedy=True)["accept_length_walk"]
     if walked is None or not rounds:
         return None
     return Served(walked, 1 + sum(rounds) / len(rounds), num_steps, len(samples), equal)
+
+
+def states_of(target: Target, reader: CaptureReader, sample: Sample, text: list[int]) -> Sample:
+    """The sample with another answer to its prompt: states computed here in float32, the last one before its norm."""
+    ((taps_TA, last_TH, ids_T),) = capture_batch(target, [text], reader.boundaries, torch.float32)
+    prompt_tokens = int((~sample.loss_mask_T.bool()).sum())
+    return Sample(sample.id, sample.split, taps_TA, last_TH, ids_T, torch.arange(len(text)) >= prompt_tokens)
 
 
 def chosen_samples(reader: CaptureReader, tokens: int, length: int, split: str) -> list[int]:
