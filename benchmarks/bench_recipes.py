@@ -7,8 +7,8 @@ For each budget and seed both train on the same stored states: the same samples,
 optimiser step each, over as large a draft vocabulary; the last step is the draft. So a budget below one epoch is, for
 each seed, another part of the captures. What is measured is the walk on held-out answers, by one code for both.
 speculators trains in its own environment (recipe_peer.py: its model, loss, optimisers and schedule, at the values that
-its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens`,
-`train.precision` and `draft.vocab_size`, which are both's.
+its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens` and
+`draft.vocab_size`, which are both's; speculators' is float32 whatever `train.precision` says, and is run again for it.
 
 Each run is a row of `bench/out/recipes.jsonl`; a run that has its row, there or in `benchmarks/recipes.jsonl`, is not
 run again: speculators' whatever `--set` says of ours alone, ours while its settings are what a default still means.
