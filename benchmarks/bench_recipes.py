@@ -8,7 +8,7 @@ optimiser step each, over as large a draft vocabulary; the last step is the draf
 each seed, another part of the captures. What is measured is the walk on held-out answers, by one code for both.
 speculators trains in its own environment (recipe_peer.py: its model, loss, optimisers and schedule, at the values that
 its command line has when nothing is said). `--set` changes Eyas' side alone, but for `train.batch_tokens` and
-`draft.vocab_size`, which are both's; speculators' is float32 whatever `train.precision` says, and is run again for it.
+`draft.vocab_size`, which are both's; speculators' is float32 whatever `train.precision` says.
 
 Each run is a row of `bench/out/recipes.jsonl`; a run that has its row, there or in `benchmarks/recipes.jsonl`, is not
 run again: speculators' whatever `--set` says of ours alone, ours while its settings are what a default still means.
@@ -50,8 +50,8 @@ OURS, PEER = RECIPES = ("eyas", "speculators")
 
 
 def peers_settings(recipe: Recipe) -> tuple[str, ...]:
-    """What speculators' runs depend on, said or a default."""
-    settings = flat(recipe.model_dump(mode="json"))
+    """What speculators' runs depend on, said or a default; their products are float32's."""
+    settings = flat(recipe.model_dump(mode="json")) | {"train.precision": "float32"}
     return tuple(f"{name}={settings[name]}" for name in BOTH)
 
 

@@ -51,5 +51,5 @@ def test_speculators_runs_hang_on_what_both_take_said_or_a_default_and_on_nothin
 
     said = theirs("train.batch_tokens=512")
     assert "train.batch_tokens=512" in said
-    assert said == theirs() == theirs("train.optimiser=adamw", "draft.norm_output=false")
+    assert said == theirs() == theirs("train.optimiser=adamw", "draft.norm_output=false", "train.precision=bfloat16")
     assert theirs("train.batch_tokens=256") != said != theirs("draft.vocab_size=4096")
