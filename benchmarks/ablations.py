@@ -50,36 +50,30 @@ OUT = Path("bench/out")
 KEPT = Path(__file__).with_suffix(".jsonl")
 """Rows in git: those of the table in docs/training.md."""
 DEFAULT = "default"
-H_FED_BACK, HALF, ADAMW = ("draft.norm_output=false",), ("train.batch_tokens=256",), ("train.optimiser=adamw",)
+BEFORE = ("train.head=trained", "train.step_decay=0.8")
+"""What the default was when most rows were made."""
+H_FED_BACK = (*BEFORE, "draft.norm_output=false")
+HALF = (*H_FED_BACK, "train.batch_tokens=256")
+ADAMW = (*HALF, "train.optimiser=adamw")
 CHANGES: dict[str, tuple[str, ...]] = {
     DEFAULT: (),
+    "head trained": ("train.head=trained",),
+    "steps weigh 0.8": ("train.step_decay=0.8",),
     "reverse KL": ("train.loss=reverse_kl",),
     "total variation": ("train.loss=total_variation",),
     "LK alpha": ("train.loss=lk_alpha",),
     "LK lambda": ("train.loss=lk_lambda",),
     "LK lambda, decay 3": ("train.loss=lk_lambda", "train.lk_decay=3.0"),
-    "accept length": ("train.loss=accept_length", "train.step_weights=1,1,1"),
+    "accept length": ("train.loss=accept_length",),
     "rows that own drafts reach": ("train.on_policy=true",),
-    "steps weigh the same": ("train.step_decay=1.0",),
-    "steps weigh half": ("train.step_decay=0.5",),
     "all rows below the sum": ("train.denominator=all",),
     "half the batch": ("train.batch_tokens=256",),
     "twice the batch": ("train.batch_tokens=1024",),
     "half the rate": ("train.learning_rate=5e-4",),
     "twice the rate": ("train.learning_rate=2e-3",),
+    "down to nothing": ("train.final_learning_rate=0",),
     "AdamW": ("train.optimiser=adamw",),
-    "h fed back": H_FED_BACK,
-    "h fed back, steps weigh the same": (*H_FED_BACK, "train.step_decay=1.0"),
-    "h fed back, half the batch": (*H_FED_BACK, *HALF),
-    "h fed back, half the batch, half the rate": (*H_FED_BACK, *HALF, "train.learning_rate=5e-4"),
-    "h fed back, half the batch, three times the rate": (*H_FED_BACK, *HALF, "train.learning_rate=3e-3"),
-    "h fed back, AdamW, half the batch": (*H_FED_BACK, *HALF, *ADAMW),
-    "h fed back, AdamW, half the batch, half the rate": (*H_FED_BACK, *HALF, *ADAMW, "train.learning_rate=5e-4"),
-    "h fed back, AdamW, half the batch, a quarter of the rate": (
-        *(*H_FED_BACK, *HALF, *ADAMW),
-        "train.learning_rate=2.5e-4",
-    ),
-    "h fed back, AdamW, half the batch, LK alpha": (*H_FED_BACK, *HALF, *ADAMW, "train.loss=lk_alpha"),
+    "h fed back": ("draft.norm_output=false",),
     "prompts too": ("train.loss_on=all",),
     "weights decay": ("train.weight_decay=0.1",),
     "from noise": ("train.initialise=random",),
@@ -88,10 +82,23 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "no norms of the taps": ("draft.fc_norm=false",),
     "residual after the norm": ("draft.norm_before_residual=true",),
     "Qwen3 block": ("draft.block=qwen3",),
-    "P-EAGLE": ("draft.method=peagle", *H_FED_BACK),
+    "P-EAGLE": ("draft.method=peagle", "draft.norm_output=false"),
     "two layers": ("draft.num_hidden_layers=2",),
     "half the vocabulary": ("draft.vocab_size=4096",),
     "twice the vocabulary": ("draft.vocab_size=16384",),
+    "head trained, prompts too": ("train.head=trained", "train.loss_on=all"),
+    "before": BEFORE,
+    "before, TTT 5": (*BEFORE, "train.ttt_length=5"),
+    "before, residual after the norm": (*BEFORE, "draft.norm_before_residual=true"),
+    "before, h fed back": H_FED_BACK,
+    "before, h fed back, steps weigh the same": (*H_FED_BACK, "train.step_decay=1.0"),
+    "before, h fed back, half the batch": HALF,
+    "before, h fed back, half the batch, half the rate": (*HALF, "train.learning_rate=5e-4"),
+    "before, h fed back, half the batch, three times the rate": (*HALF, "train.learning_rate=3e-3"),
+    "before, h fed back, half the batch, AdamW": ADAMW,
+    "before, h fed back, half the batch, AdamW, half the rate": (*ADAMW, "train.learning_rate=5e-4"),
+    "before, h fed back, half the batch, AdamW, a quarter of the rate": (*ADAMW, "train.learning_rate=2.5e-4"),
+    "before, h fed back, half the batch, AdamW, LK alpha": (*ADAMW, "train.loss=lk_alpha"),
 }
 POLL_S = 20
 """Seconds between looks at what other processes are at, where only that is left."""

@@ -10,6 +10,9 @@ resident size while stepping. Without --answers every token is in the loss, and 
 few at document ends; the first loss, of one document, is held against ours. With it the prompts, a third, are not; the
 peers compute their rows all the same.
 
+The head is what each trains it as where nothing is said: frozen by us and speculators, moved by SpecForge; `--head
+trained` moves ours too.
+
 The draft is the default target's, 576 wide, with a vocabulary of 8192 out of 49152. Writes bench/out/training.json: for
 each program its figures in the setting where Eyas gains least, and every setting under `runs`.
 """
@@ -37,6 +40,7 @@ from eyas.recipe import TrainSettings
 from eyas.run import machine, versions, write_atomic
 from eyas.training.loop import row_weights
 from eyas.training.loss import Batch, ttt_loss
+from eyas.training.start import trainable
 from eyas.training.teacher import Teacher
 from peer_cases import DECAY, Case, Material, batch_of, material, teacher_of, write_case
 
@@ -83,10 +87,10 @@ def made_for(case: Case) -> Material:
     return made
 
 
-def serve_eyas(case: Case, dtype: torch.dtype) -> None:
+def serve_eyas(case: Case, dtype: torch.dtype, head: str) -> None:
     """What `Trainer.advance` does with one batch; the facts are the loss as each peer counts it."""
     made = made_for(case)
-    draft, teacher = made.draft, teacher_of(made)
+    draft, teacher = trainable(made.draft, head), teacher_of(made)
     to_draft, update = draft_ids(draft.t2d), optimiser_step(draft.parameters())
     by_kept = TrainSettings(ttt_length=case.steps, step_decay=DECAY, denominator="supervised")
     by_all = TrainSettings(ttt_length=case.steps, step_decay=DECAY, denominator="all")
@@ -153,10 +157,10 @@ def peers_environment(compiled: bool = False) -> dict[str, str]:
     return kept | quiet
 
 
-def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: bool, precision: str) -> dict[str, Any]:
+def measure(case: Case, options: argparse.Namespace, precision: str) -> dict[str, Any]:
     """One setting: all three, in turn."""
-    theirs = peers_environment(compiled)
-    threading = {"OMP_NUM_THREADS": str(threads), "EYAS_BENCH_THREADS": str(threads)}
+    theirs = peers_environment(options.compiled)
+    threading = {"OMP_NUM_THREADS": str(options.threads), "EYAS_BENCH_THREADS": str(options.threads)}
     with tempfile.TemporaryDirectory() as folder:
         write_case(Path(folder), case, made_for(case))
         place = Path(folder) / case.name
@@ -169,13 +173,15 @@ def measure(case: Case, peers_python: str, rounds: int, threads: int, compiled: 
             str(len(case.lengths)),
             "--precision",
             precision,
+            "--head",
+            options.head,
         ]
         workers = {"eyas": Worker(ours, dict(os.environ) | threading)}
         for peer in PEERS:
             workers[peer] = Worker(
-                [peers_python, HERE / "training_peers.py", peer, place, precision], theirs | threading
+                [options.peers_python, HERE / "training_peers.py", peer, place, precision], theirs | threading
             )
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for worker in workers.values():
             worker.step()
     for worker in workers.values():
@@ -225,6 +231,7 @@ def main() -> None:
     parser.add_argument("--answers", action="store_true", help="prompts out of the loss")
     parser.add_argument("--documents", type=int, help=f"of {LENGTH} tokens, in a step (10 at TTT 3, 4 at TTT 7)")
     parser.add_argument("--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    parser.add_argument("--head", choices=("frozen", "trained"), default=TrainSettings().head, help="ours")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="with SpecForge's torch.compile")
@@ -235,12 +242,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         steps, answers = options.worker.removeprefix("ttt").split("_")[0], options.worker.endswith("_answers")
-        serve_eyas(case_of(int(steps), answers, options.documents), getattr(torch, options.precision[0]))
+        case = case_of(int(steps), answers, options.documents)
+        serve_eyas(case, getattr(torch, options.precision[0]), options.head)
         return
     runs = []
     for steps, precision in itertools.product(options.ttt, options.precision):
         case = case_of(steps, options.answers, options.documents or max(1, 30 // steps))
-        runs.append(measure(case, options.peers_python, options.rounds, options.threads, options.compiled, precision))
+        runs.append(measure(case, options, precision))
         say(runs[-1])
     found = worst(runs)
     report = {name: found[name] for name in ("eyas", *PEERS)} | {
@@ -248,7 +256,8 @@ def main() -> None:
         "precision": found["precision"],
         "runs": runs,
     }
-    report |= {"machine": machine(), "versions": versions(), "threads": options.threads, "compiled": options.compiled}
+    report |= {name: getattr(options, name) for name in ("threads", "compiled", "head")}
+    report |= {"machine": machine(), "versions": versions()}
     OUT.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(OUT, json.dumps(report, indent=1) + "\n")
     print(f"wrote {OUT}")

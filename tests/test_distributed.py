@@ -273,7 +273,13 @@ def test_muon_iterates_on_each_matrix_in_one_process_and_moves_all_as_one_does(
 @SLOW
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    "shape", [["--draft.method=peagle"], ["--draft.num-hidden-layers=2", "--draft.block=qwen3"], ["--draft.block=mla"]]
+    "shape",
+    [
+        ["--draft.method=peagle"],
+        ["--draft.num-hidden-layers=2", "--draft.block=qwen3"],
+        ["--draft.block=mla"],
+        ["--head=trained"],
+    ],
 )
 def test_other_drafts_are_shared_too(
     tmp_path: Path, argv: Callable[..., list[str]], shape: list[str], parallel: str

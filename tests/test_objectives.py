@@ -88,6 +88,16 @@ def test_chunks_make_the_gradients_of_all_rows_at_once(loss: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_frozen_head_leaves_loss_and_the_rows_gradient_as_they_are() -> None:
+    torch.manual_seed(0)
+    x, head = torch.randn(CHUNK + 3, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    teacher, where = torch.randn(40, 11).softmax(-1), torch.randint(0, 40, (len(x),))
+    rest = where, torch.zeros_like(where), torch.rand(len(x)), torch.float32, objective_of(TrainSettings())
+    moved, still = (ChunkedLoss.apply(x, one, teacher, *rest)[0] for one in (head, head.detach()))
+    assert torch.equal(moved, still)
+    assert torch.equal(torch.autograd.grad(moved, x)[0], torch.autograd.grad(still, x)[0])
+
+
 def test_products_in_bfloat16_make_the_gradients_of_the_rounded_rows() -> None:
     """What each chunk adds to the head's gradient is widened first."""
     torch.manual_seed(0)

@@ -100,11 +100,11 @@ def test_the_largest_seeds_give_an_order(seed: int) -> None:
     assert sorted(order(5, 1.0, seed)) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("updates", [{}, {"accumulate": 2}, {"head": "trained"}], ids=["plain", "accumulated", "head"])
 def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(
-    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, accumulate: int
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch, updates: dict
 ) -> None:
-    settings = SETTINGS.model_copy(update={"accumulate": accumulate})
+    settings = SETTINGS.model_copy(update=updates)
     whole = run(captures, tmp_path / "whole", settings)
     with monkeypatch.context() as patch:
         stop_after(patch, 5, kill)
@@ -123,6 +123,16 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(
     ]
     assert [line["step"] for line in lines[1]] == list(range(1, len(lines[0]) + 1))
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+
+
+def test_a_frozen_head_alone_stays_as_it_began(captures: Path, tmp_path: Path, run: Callable[..., Manifest]) -> None:
+    settings = SETTINGS.model_copy(update={"head": "frozen", "evaluate_every": 0, "epochs": 0.5})
+    still = settings.model_copy(update={"learning_rate": 1e-30})  # what a run begins with
+    run(captures, tmp_path / "before", still)
+    run(captures, tmp_path / "after", settings)
+    before, after = weights(tmp_path / "before"), weights(tmp_path / "after")
+    alike = [name for name in after if torch.equal(before[name], after[name])]
+    assert sorted(alike) == ["d2t", "lm_head.weight", "t2d"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
@@ -193,7 +203,7 @@ def test_weights_that_are_not_finite_are_never_kept(
     settings = SETTINGS.model_copy(update={"learning_rate": 3e38, "epochs": 1e-9})
     with pytest.raises(InputError, match="finite weights after step 1") as caught:
         run(captures, tmp_path / "draft", settings)
-    assert "lm_head.weight" in caught.value.got and "learning_rate lower" in caught.value.next
+    assert "norm.weight" in caught.value.got and "learning_rate lower" in caught.value.next
     assert not trainer_state.step_folders(tmp_path / "draft") and not is_complete(tmp_path / "draft")
 
 

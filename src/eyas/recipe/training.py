@@ -74,11 +74,14 @@ class TrainSettings(Section):
     final_learning_rate: float = Field(default=0.05, ge=0, le=1)
     """Where the cosine ends, as a share of the peak."""
     optimiser: Literal["adamw", "muon"] = "muon"
-    """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; head and norms stay with AdamW. It is
-    ahead on the same tokens; on a CPU without bfloat16 products its steps take half as long again at the default
-    batch."""
+    """`muon` moves the matrices inside the draft by Muon, scaled to AdamW's size; norms and a trained head stay with
+    AdamW. It is ahead on the same tokens; on a CPU without bfloat16 products its steps take half as long again at the
+    default batch."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """AdamW."""
+    head: Literal["frozen", "trained"] = "frozen"
+    """Whether the head moves, or stays as it began, the target's own rows: then a third of its products, its gradient
+    and its moments are saved."""
     weight_decay: float = Field(default=0.0, ge=0)
     """On matrices only."""
     clip_norm: float = Field(default=1.0, ge=0)
@@ -87,7 +90,7 @@ class TrainSettings(Section):
     """Tokens in one packed forward. Little data needs many optimiser steps, and so small batches."""
     accumulate: int = Field(default=1, ge=1)
     """Packed forwards in one optimiser step."""
-    step_decay: float = Field(default=0.8, gt=0, le=1)
+    step_decay: float = Field(default=1.0, gt=0, le=1)
     """TTT step s weighs step_decay ** s."""
     step_weights: tuple[float, ...] | None = None
     """A weight for each TTT step in place of step_decay, as 1,0.5,0.25."""
@@ -110,9 +113,9 @@ class TrainSettings(Section):
     """A draft folder to go on from, of Eyas (`shipped` is its own), EAGLE, SpecForge, speculators or ModelOpt: its
     shape and vocabulary map are kept, and the captures must be of its target and taps. None trains a new draft."""
     initialise: Literal["least_squares", "target", "random"] = "least_squares"
-    """Start from the target's head slice and final norm, with an attention that reads the own token (`target`); with
-    the best linear guess of the captured states beside that (`least_squares`; latent attention has `target` in its
-    place); or from noise."""
+    """Start from an attention that reads the own token (`target`); with the best linear guess of the captured states
+    beside that (`least_squares`; latent attention has `target` in its place); or from noise. Head and final norm are
+    the target's in each."""
     seed: int = Field(default=0, ge=-SEEDS, le=SEEDS)
     """Seed of initialisation and order."""
     save_every: int = Field(default=50, ge=1)

@@ -50,7 +50,9 @@ class ChunkedLoss(torch.autograd.Function):
         chains: Chains | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = x_CH.detach().to(dtype), weight_DH.detach().to(dtype)
-        grad_x, grad_weight = torch.empty_like(x_CH), (torch.empty_like if len(x) else torch.zeros_like)(weight_DH)
+        grad_x, grad_weight = torch.empty_like(x_CH), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (torch.empty_like if len(x) else torch.zeros_like)(weight_DH)
         loss_C, hit_C = torch.empty_like(weight_C), torch.empty_like(truth_C, dtype=torch.bool)
         bounds = _bounds(len(x), chunk_rows(len(weight)), chains)
         rows = max((last - first for first, last in pairwise(bounds)), default=0)
@@ -66,8 +68,9 @@ class ChunkedLoss(torch.autograd.Function):
                 loss_C[part], slope_by = chains.coupled(part, 1 - loss_C[part], slope_by)
             _product(logits, weight, grad_x[part])
             grad_x[part] *= slope_by[:, None]
-            add = _add_product if first else _product
-            add(logits.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
+            if grad_weight is not None:
+                add = _add_product if first else _product
+                add(logits.T, (x[part] * slope_by[:, None]).to(dtype), grad_weight)
         ctx.gradients = grad_x, grad_weight
         ctx.mark_non_differentiable(loss_C, hit_C)
         return (loss_C * weight_C).sum(), loss_C, hit_C
@@ -76,7 +79,8 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "the loss goes back once: its gradients are scaled in place"
         gradients, ctx.gradients = ctx.gradients, None
-        return *(gradient.mul_(grads[0]) for gradient in gradients), None, None, None, None, None, None, None
+        scaled = (None if gradient is None else gradient.mul_(grads[0]) for gradient in gradients)
+        return *scaled, None, None, None, None, None, None, None
 
 
 def _bounds(rows: int, most: int, chains: Chains | None) -> list[int]:

@@ -208,9 +208,9 @@ def new_draft(
         draft.d2t, draft.t2d = build_vocab(ranked_V, config.draft_vocab_size, special_ids(target, counts_V))
         draft.share_embedding(target.embedding)
         draft.to(target.embedding.device)
-        if initialise != "random":
-            with torch.no_grad():
-                copy_head(draft, target)
+        with torch.no_grad():
+            copy_head(draft, target)
+            if initialise != "random":
                 attend_to_self(draft)
     return draft
 

@@ -294,7 +294,7 @@ def prepare(
         resumed = torch.ones(draft.fc.in_features, device=ranks.device)  # the checkpoint's are read into it
         fresh = folder is None
         unit_A = start_from_least_squares(draft, teacher, samples, train_split, settings.seed) if fresh else resumed
-    trainable(draft)
+    trainable(draft, settings.head)
     if ranks.place.local_rank:
         ranks.wait()  # the first process of this machine makes the file that all of it share
     argmax_file = out / ("argmax.int32" if ranks.place.machine == 0 else f"argmax-{ranks.place.machine}.int32")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from eyas.models.checkpoint import draft_tensors
 from eyas.models.draft import Draft
 from eyas.training.distributed import Ranks
 from eyas.training.loss import Batch, Sums
@@ -52,8 +53,8 @@ class Replicas:
         self.fsdp: FSDPModule | None = None
         if self.alone:
             return
-        for parameter in trained(draft).values():  # the same start everywhere, whatever machine drew it
-            dist.broadcast(parameter.detach(), src=0)
+        for tensor in draft_tensors(draft).values():  # the same start everywhere, whatever machine drew it
+            dist.broadcast(tensor, src=0)
         if parallel == "fsdp":
             self.fsdp = self._sharded()
         else:
@@ -66,11 +67,9 @@ class Replicas:
 
     def _sharded(self) -> FSDPModule:
         """One group for all parameters: each is used at every TTT step, so gathering layer by layer would repeat it."""
-        embedding = self.draft.embed_tokens.weight
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.size,))
-        assert isinstance(embedding, nn.Parameter), "a table is a parameter"
-        shared = None if embedding.requires_grad else {embedding}
-        hooked: FSDPModule = fully_shard(self.scored, mesh=mesh, ignored_params=shared)
+        frozen = {parameter for parameter in self.draft.parameters() if not parameter.requires_grad}
+        hooked: FSDPModule = fully_shard(self.scored, mesh=mesh, ignored_params=frozen or None)
         hooked.set_gradient_divide_factor(1.0)
         hooked.set_force_sum_reduction_for_comms(True)
         return hooked

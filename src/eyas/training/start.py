@@ -241,8 +241,9 @@ def say_coverage(draft: Draft, target: Target, counts_V: Tensor) -> None:
     )
 
 
-def trainable(draft: Draft) -> Draft:
-    """In training mode, everything moved but a shared embedding."""
+def trainable(draft: Draft, head: str) -> Draft:
+    """In training mode, everything moved but a shared embedding and a frozen head."""
     draft.train().requires_grad_(True)
+    draft.lm_head.weight.requires_grad_(head == "trained")
     draft.embed_tokens.weight.requires_grad_(draft.config.own_embedding)
     return draft
