@@ -1,7 +1,7 @@
 """Training tokens a second by two processes over one, each with one thread: `make bench-distributed`.
 
     python benchmarks/bench_distributed.py --tokens 256 2048 --parallel ddp fsdp [--processes 2] [--seconds 12]
-        [--optimiser muon] [--precision bfloat16]
+        [--optimiser muon] [--precision bfloat16] [--head trained]
 
 Whole optimiser steps (`Trainer.advance`: reading, teacher, loss, gradients summed over processes, clipping, the
 weights' move) on random states of the default target's shape. Both take the same global batch; the order of runs
@@ -34,6 +34,7 @@ from eyas.run import machine, versions, write_atomic
 from eyas.training.batches import Batches
 from eyas.training.distributed import joined
 from eyas.training.loop import Trainer
+from eyas.training.start import trainable
 
 OUT = Path("bench/out/distributed.json")
 Run = dict[str, Any]
@@ -99,8 +100,9 @@ def made(tokens: int, parallel: Any, ranks: Any, options: argparse.Namespace) ->
     draft.share_embedding(torch.randn(VOCAB, HIDDEN))
     draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), DRAFT_VOCAB)
     most = max(tokens, count * LENGTH)
-    moved: Any = {"precision": options.precision, "optimiser": options.optimiser}
+    moved: Any = {"precision": options.precision, "optimiser": options.optimiser, "head": options.head}
     settings = TrainSettings(batch_tokens=most, parallel=parallel, **moved)
+    trainable(draft, settings.head)
     teacher: Any = RandomTeacher(DRAFT_VOCAB)
     batches = Batches(samples, teacher, steps=settings.ttt_length, loss_on="assistant", argmax_file=Path(os.devnull))
     plan = [[list(range(count))]] * steps
@@ -126,7 +128,7 @@ def apart(options: argparse.Namespace) -> list[Run]:
 
 def started(launcher: list[str], tokens: list[int], options: argparse.Namespace) -> subprocess.Popen[bytes]:
     flags = ["--work", "--tokens", *map(str, tokens), "--parallel", *options.parallel]
-    flags += ["--optimiser", options.optimiser, "--precision", options.precision]
+    flags += ["--optimiser", options.optimiser, "--precision", options.precision, "--head", options.head]
     command = [sys.executable, *launcher, __file__, *flags, "--seconds", str(options.seconds)]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
 
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--optimiser", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--head", choices=("frozen", "trained"), default=TrainSettings().head)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -167,7 +170,7 @@ def main() -> None:
         alone = best["alone", tokens]
         ratio = many["tok_s"] / alone["tok_s"]
         row = {"parallel": parallel, "batch_tokens": many["tokens"], "processes": options.processes, "ratio": ratio}
-        row |= {"optimiser": options.optimiser, "precision": options.precision}
+        row |= {name: getattr(options, name) for name in ("optimiser", "precision", "head")}
         losses = [one["loss"] for one in (many, alone) if "loss" in one]
         rows.append(row | {"tok_s": many["tok_s"], "tok_s_alone": alone["tok_s"], "losses": losses})
         told = f"{many['tok_s']:,.0f} tokens/s by {options.processes} processes, {alone['tok_s']:,.0f} by one"

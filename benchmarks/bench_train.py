@@ -4,7 +4,8 @@
 
 Without captures it makes random ones of the default target's shape (lengths as its answers have them). Tokens are
 sequence tokens, prompt included, padding never: there is none. The optimiser is AdamW. The floor counts multiply-adds
-of the forward and twice that for the backward, over the rate of a large float32 product measured here first.
+of the forward and twice that for the backward (once for a frozen head), over the rate of a large float32 product
+measured here first.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from eyas.training.loop import row_weights
 from eyas.training.loss import Batch, ttt_loss
 from eyas.training.optimise import Optimiser, make_optimiser, trained
 from eyas.training.rows import supervise
+from eyas.training.start import trainable
 
 VOCAB, HIDDEN = 49152, 576
 
@@ -73,14 +75,14 @@ def gemm_rate(dtype: torch.dtype) -> float:
     return 1024 * 1536 * 1536 / best
 
 
-def multiply_adds(config: DraftConfig, tokens: int, rows: list[int], kept: list[int]) -> float:
+def multiply_adds(config: DraftConfig, tokens: int, rows: list[int], kept: list[int], head: str) -> float:
     """Of one batch, backward included; attention's own products left out (under 3 %)."""
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     kv = 2 * config.num_key_value_heads * config.head_dim * 2 * hidden
     query_to_mlp = 2 * hidden * heads + heads * hidden + 3 * hidden * config.intermediate_size
-    head = hidden * config.draft_vocab_size
-    trainable = tokens * (config.taps_width * hidden + kv) + sum(rows) * query_to_mlp + sum(rows[1:]) * kv
-    return 3 * (trainable + sum(kept) * head) + rows[0] * head
+    vocabulary = hidden * config.draft_vocab_size
+    inside = tokens * (config.taps_width * hidden + kv) + sum(rows) * query_to_mlp + sum(rows[1:]) * kv
+    return 3 * inside + (3 if head == "trained" else 2) * sum(kept) * vocabulary + rows[0] * vocabulary
 
 
 def make_batch(lengths: list[int], prompt: int, steps: int, config: DraftConfig) -> Batch:
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--captures")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--head", choices=["frozen", "trained"], default=TrainSettings().head)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     if options.threads:
@@ -145,7 +148,8 @@ def main() -> None:
         draft = Draft(config)
         draft.share_embedding(torch.randn(VOCAB, HIDDEN))
         draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), options.draft_vocab)
-        settings = TrainSettings(ttt_length=steps, optimiser="adamw")
+        settings = TrainSettings(ttt_length=steps, optimiser="adamw", head=options.head)
+        trainable(draft, settings.head)
         optimiser = make_optimiser(draft, settings)
         batch = make_batch(lengths, prompt, steps, config)
         teacher, to_draft = RandomTeacher(options.draft_vocab), draft_ids(draft.t2d)
@@ -158,7 +162,7 @@ def main() -> None:
             done += 1
         seconds = (time.perf_counter() - started) / done
         rows = [len(index) for index in batch.rows.index]
-        floor = multiply_adds(config, sum(lengths), rows, rows) / rate
+        floor = multiply_adds(config, sum(lengths), rows, rows, settings.head) / rate
         print(
             f"TTT {steps}: {sum(lengths) / seconds:,.0f} tokens/s ({sum(lengths)} tokens, {rows[0]} supervised rows, "
             f"{seconds:.3f} s a step; floor {floor:.3f} s = {sum(lengths) / floor:,.0f} tokens/s, "
