@@ -60,13 +60,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture
 def plant(lab: Lab, tmp_path: Path) -> Plant:
-    """Check the draft with faults: `declared` config fields, `tensors` put in, captured `boundaries` and shifts."""
+    """Check the draft with faults: `declared` config fields, `tensors` put in, captured `boundaries` and shifts, and
+    `told`: what the captures say their boundaries are, the draft's by default."""
 
     def call(
         declared: dict[str, Any] | None = None,
         tensors: dict[str, torch.Tensor] | None = None,
         boundaries: tuple[int, ...] = BOUNDARIES,
         recompute: bool = True,
+        told: tuple[int, ...] | None = None,
         **captured: Any,
     ) -> Check:
         folder = write_draft(tmp_path / "draft", lab.draft, lab.target, **(declared or {}))
@@ -74,7 +76,7 @@ def plant(lab: Lab, tmp_path: Path) -> Plant:
             weights = folder / "model.safetensors"
             save_file(load_file(weights) | tensors, weights)
         samples = samples_of(lab.held, boundaries, **captured)
-        stated = (declared or {}).get("boundaries", BOUNDARIES)
+        stated = told or (declared or {}).get("boundaries", BOUNDARIES)
         captures = write_lab_captures(tmp_path / "captures", lab.target, samples, stated)
         return check_hypotheses(lab.target, folder, CaptureReader(captures), recompute)
 
@@ -123,6 +125,14 @@ def test_captures_of_other_boundaries_are_named_by_what_they_are(plant: Plant) -
     named = [(finding.code, finding.expected, finding.found) for finding in check.findings]
     wanted = {"2": 4, "4": 6, "5": 7}
     assert named == [("tap_offset", f"boundary {b} of 8", f"boundary {seen}") for b, seen in wanted.items()]
+    assert all("or declare what was captured: boundaries [4, 6, 7]" in finding.fix for finding in check.findings)
+
+
+def test_captures_that_say_what_they_are_make_no_mislabelled_draft(plant: Plant) -> None:
+    check = plant(boundaries=(4, 6, 7), told=(4, 6, 7))
+    assert [finding.code for finding in check.findings] == 3 * ["tap_offset"]
+    assert {finding.fix for finding in check.findings} == {"eyas capture --boundaries 2,4,5 again"}
+    assert check.findings[0].message.startswith("The block read by the draft as boundary 2 lies ")
 
 
 @pytest.mark.parametrize("code", ["d2t_absolute", "d2t_missing", "head_mismatch", "embed_mismatch"])

@@ -7,9 +7,14 @@ from eyas.wiring.identify import MATCH_BELOW, NORMED, Match, name_of, reordered,
 
 
 def tap_findings(
-    matches: Sequence[Match], declared: Sequence[int], num_hidden_layers: int, where: str = "captures: taps"
+    matches: Sequence[Match],
+    declared: Sequence[int],
+    num_hidden_layers: int,
+    where: str = "captures: taps",
+    by: str = "declared",
 ) -> list[Finding]:
-    """Findings of blocks that are known and not as declared; an unknown block is no finding.
+    """Findings of blocks that are known and not as declared; an unknown block is no finding. `by`: who says so, the
+    captures themselves (`declared`), or a draft (`read by the draft`) of captures that may well be what they say.
 
     One for all blocks where they only lie in another order, or are shifted alike; else one a block.
     """
@@ -17,8 +22,8 @@ def tap_findings(
     found = [] if not reordered(matches, declared) else [order_finding(matches, declared, where)]
     if not found:
         wrong = [(b, m) for b, m in zip(declared, matches, strict=True) if m.known and m.boundary != b]
-        line = change_line(declared, matches)
-        found = [boundary_finding(boundary, match, num_hidden_layers, where, line) for boundary, match in wrong]
+        line = change_line(declared, matches) if by == "declared" else capture_again(declared)
+        found = [boundary_finding(boundary, match, num_hidden_layers, where, line, by) for boundary, match in wrong]
     shifts = {match.shift for match in matches if match.known}
     if len(shifts) == 1 and shifts != {0}:
         return [*found, shift_finding(declared, shifts.pop(), matches, where)]
@@ -26,15 +31,21 @@ def tap_findings(
     return found + [shift_finding([boundary], match.shift, [match], where) for boundary, match in moved]
 
 
+def capture_again(boundaries: Sequence[int]) -> str:
+    return f"eyas capture --boundaries {','.join(map(str, boundaries))} again"
+
+
 def change_line(declared: Sequence[int], matches: Sequence[Match]) -> str:
     """What to type, or what to write down instead, where the captured blocks are boundaries that a list can name."""
-    again = f"eyas capture --boundaries {','.join(map(str, declared))} again"
+    again = capture_again(declared)
     found = [match.boundary for match in matches if match.boundary is not None]
     nameable = len(found) == len(declared) and found == sorted(set(found)) and found[0] != NORMED
     return f"{again}, or declare what was captured: boundaries {found}" if nameable else again
 
 
-def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where: str, fix: str) -> Finding:
+def boundary_finding(
+    declared: int, match: Match, num_hidden_layers: int, where: str, fix: str, by: str = "declared"
+) -> Finding:
     """A block that is another boundary: its distance to that one, and to the one it was declared to be."""
     assert match.boundary is not None, "only what is known can be wrong"
     code = "tap_post_norm" if match.normed else "tap_embedding" if 0 in (match.boundary, declared) else "tap_offset"
@@ -46,7 +57,7 @@ def boundary_finding(declared: int, match: Match, num_hidden_layers: int, where:
         expected=f"boundary {declared} of {num_hidden_layers}",
         found=found,
         fix=fix,
-        message=f"The block declared as boundary {declared} lies {match.score:.3f} from {found}{shifted(match.shift)}, "
+        message=f"The block {by} as boundary {declared} lies {match.score:.3f} from {found}{shifted(match.shift)}, "
         f"and {match.scores.get(declared, float('inf')):.2f} from boundary {declared}, in units of a layer's change "
         f"(a match is below {MATCH_BELOW}).",
     )

@@ -58,7 +58,7 @@ def after_words(found: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -
         if found["code"] == facts.get("code") and "accept_length_after" in facts:
             text = (
                 f"accept length {facts['accept_length_after']:.2f} instead of {facts['accept_length']:.2f} "
-                f"at chains of {facts['steps']}, on these texts"
+                f"at chains of {facts['steps']}, on these texts, trained ones too"
             )
             return labelled("expect", text)
     return []

@@ -51,7 +51,7 @@ def check_hypotheses(target: Target, draft: Path, captures: CaptureReader, recom
     if anew:
         rig.compute_anew(anew)
     verdict = judge(rig, tried)
-    found = finding_of(verdict, lambda: name_captured(target, parts, rig))
+    found = finding_of(verdict, lambda: name_captured(target, parts, rig, captures.boundaries))
     words = evidence(verdict) + ("" if recompute else "; taps that were not captured: not tried, the target is needed")
     if not found and not verdict.telling:
         words = f"this draft is too weak for its wiring to show: a shifted token costs it nothing; {words}"
@@ -79,12 +79,15 @@ def facts_of(target: Target, parts: Parts, recompute: bool = True) -> Facts:
     )
 
 
-def name_captured(target: Target, parts: Parts, rig: Rig) -> list[Finding]:
-    """What the captured blocks are, by numbers, where the target's own states serve the draft better."""
+def name_captured(target: Target, parts: Parts, rig: Rig, told: tuple[int, ...]) -> list[Finding]:
+    """What the captured blocks are, by numbers, where the target's own states serve the draft better. `told`: what the
+    captures say they are."""
     sample = max(rig.samples, key=lambda one: len(one.ids_T)).cut(PROBE)
     reference = boundaries_in_memory(target, sample.ids_T.tolist())
     matches = identify_taps(sample.taps_TA, reference, final_normed(target, reference[-1]))
-    return tap_findings(matches, parts.config.boundaries, len(reference) - 1)
+    boundaries = parts.config.boundaries
+    by = "declared" if boundaries == told else "read by the draft"
+    return tap_findings(matches, boundaries, len(reference) - 1, by=by)
 
 
 def figures(verdict: Verdict, found: Sequence[Finding] = ()) -> dict[str, Any]:
