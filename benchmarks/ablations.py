@@ -37,13 +37,12 @@ from eyas.models.checkpoint import load_draft
 from eyas.models.target import load_target
 from eyas.models.vocab import target_ids
 from eyas.progress import say
-from eyas.recipe import CaptureSettings, Recipe, recipe_of
+from eyas.recipe import CaptureSettings, Recipe, recipe_of, recorded_training
 from eyas.run import JSON, hash_json, machine, read_manifest, versions
 from eyas.stage import flat
 from eyas.training.evaluate import Tally, Truth, add_sample, truth_of
 from eyas.training.inputs import check_draft
 from eyas.training.loop import train
-from eyas.training.start import recorded
 from eyas.training.teacher import Teacher
 
 OUT = Path("bench/out")
@@ -134,7 +133,7 @@ def contents(folder: Path) -> JSON:
 def settings_of(recipe: Recipe, seed: int, online: bool) -> JSON:
     """What the manifest of such a run says of its settings."""
     settings = recipe.train.model_copy(update={"seed": seed, "online": online})
-    return recorded(settings, recipe.draft, recipe.target, CaptureSettings() if online else None)
+    return recorded_training(settings, recipe.draft, recipe.target, CaptureSettings() if online else None)
 
 
 def valid(row: Row, shared: tuple[str, ...], online: bool) -> bool:
@@ -233,7 +232,7 @@ class Judge:
 
     def measure(self, folder: Path) -> Row:
         draft, info = load_draft(folder, self.target.embedding, torch.float32)
-        check_draft(info, self.reader, self.reader.manifest.facts, self.folder)
+        check_draft(info, self.reader.boundaries, self.reader.manifest.facts, self.folder)
         teacher, tally = Teacher(self.target, target_ids(draft.d2t), self.reader.last_hidden_norm), Tally(self.steps)
         for number in self.reader.of_split("heldout"):
             sample = self.reader.read(number)

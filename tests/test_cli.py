@@ -53,7 +53,28 @@ def test_a_plan_is_one_json_object_with_absolute_paths_and_nothing_happens(
     plan = json.loads(out)
     assert plan["plan"] == command
     assert all(Path(item).is_absolute() for item in plan["writes"])
+    absent = [word for word in COMMANDS[command] if word in ("p", "r", "c", "d")]
+    told = " ".join(plan.get("notes", ()))
+    assert all(f"{word} is not there yet" in told for word in absent), told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_tells_the_settings_that_were_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert json.loads(run(capsys, "run", "demo", "--plan", "--json")[1])["changed"]["train.epochs"] == 4.0
+    flags = ("--out", str(tmp_path / "o"), "--train", "9", "--heldout", "64")
+    assert json.loads(run(capsys, "prompts", *flags, "--plan", "--json")[1])["changed"] == {"train": 9}
+
+
+def test_a_complete_folder_is_skipped_aloud_and_its_plan_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("prompts", "--out", str(tmp_path / "o"), "--train", "3", "--heldout", "1")
+    assert json.loads(run(capsys, *flags, "--plan", "--json")[1])["state"] == "new"
+    assert "complete" not in run(capsys, *flags)[2]
+    assert f"prompts: {tmp_path / 'o'} is complete under these settings" in run(capsys, *flags)[2]
+    assert json.loads(run(capsys, *flags, "--plan", "--json")[1])["state"] == "complete"
+    status, out, _ = run(capsys, *flags, "--seed", "4", "--plan", "--json")
+    assert status == 2 and json.loads(out)["error"]["got"] == "prompts.seed = 0"
 
 
 @pytest.mark.parametrize(("data", "capture"), [("--captures", False), ("--responses", True)])

@@ -1,12 +1,16 @@
 """All stages on a tiny target, by the command that people type; run again, all is skipped and nothing changes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from eyas.cli import main
+from eyas.models.draft import make_draft
+from eyas.models.target import load_target
 from tiny import save_tiny_target
+from wiring_lab import draft_config, write_draft
 
 RECIPE = """
 name = "tiny"
@@ -45,6 +49,12 @@ def run(capsys: pytest.CaptureFixture[str], recipe: Path, out: Path) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def plan(capsys: pytest.CaptureFixture[str], recipe: Path, out: Path, *sets: str) -> tuple[int, dict]:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(recipe), "--out", str(out), *(f"--set={one}" for one in sets), "--plan", "--json"])
+    return int(caught.value.code or 0), json.loads(capsys.readouterr().out)
+
+
 def test_every_stage_runs_agrees_with_the_next_and_is_skipped_the_second_time(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,10 +90,24 @@ def test_every_stage_runs_agrees_with_the_next_and_is_skipped_the_second_time(
     for part in ("Speed-up", "accept length", "equal, token for token", "Verdict: pass", str(out)):
         assert part in report
 
+    assert plan(capsys, recipe, out)[1]["stages"] == [{"name": name, "state": "complete"} for name in STAGES]
     second = run(capsys, recipe, out)
     assert all(stage["skipped"] for stage in second["stages"])
     for key in ("evaluate", "check", "bench", "draft", "acceptance_parity"):
         assert second[key] == first[key]
+
+    # what a later stage was made from is gone: made anew it would be another, so the run is refused before that hour
+    shutil.rmtree(out / "captures")
+    code, told = plan(capsys, recipe, out)
+    assert code == 2 and told["error"]["wanted"] == f"{out / 'captures'}, which {out / 'draft'} was made from"
+    shutil.rmtree(out / "draft")
+    for stage in ("evaluate", "check"):
+        shutil.rmtree(out / stage)
+    states = {one["name"]: one["state"] for one in plan(capsys, recipe, out)[1]["stages"]}
+    left = dict.fromkeys(("prompts", "responses", "bench"), "complete")
+    assert states == dict.fromkeys(STAGES, "new") | left
+    assert plan(capsys, recipe, out, "train.epochs=2")[1]["changed"]["train.epochs"] == 2.0
+    assert "responses.seed" in plan(capsys, recipe, out, "respond.seed=3")[1]["error"]["got"]
 
 
 def test_what_the_export_would_refuse_is_said_before_the_first_stage(
@@ -104,6 +128,12 @@ def test_what_the_export_would_refuse_is_said_before_the_first_stage(
         ("prompts.heldout=0", "prompts.heldout"),
         ("bench.prompts=absent.jsonl", "no such file"),
         ("target.name={four}", "capture.boundaries=[1, 2, 3]"),
+        ("draft.method=peagle", "peagle"),
+        ("draft.method=peagle draft.norm_output=true export.engines=['vllm']", "feeds nothing back"),
+        ("draft.method=peagle train.on_policy=true export.engines=['vllm']", "peagle, of draft.method"),
+        ("train.start_from=/nowhere", "/nowhere"),
+        ("train.start_from={draft}", "captures of the draft's boundaries [2, 4, 6]"),
+        ("train.start_from={draft} capture.boundaries=[2,4,6] draft.block=qwen3", "draft.block = 'qwen3'"),
     ],
 )
 def test_what_a_late_stage_would_refuse_is_said_before_the_first(
@@ -113,11 +143,21 @@ def test_what_a_late_stage_would_refuse_is_said_before_the_first(
     recipe.write_text(RECIPE.format(target=tiny_target))
     if "four" in setting:
         setting = setting.format(four=save_tiny_target(tmp_path / "four", layers=4))
+    if "draft}" in setting:
+        target = load_target(str(tiny_target))
+        draft = make_draft(draft_config(target, (2, 4, 6)))
+        setting = setting.format(draft=write_draft(tmp_path / "start", draft, target))
+    assert is_refused(capsys, recipe, out, setting.split(" "), part)
+
+
+def is_refused(capsys: pytest.CaptureFixture[str], recipe: Path, out: Path, sets: list[str], part: str) -> bool:
+    """By the run and by its plan, with the same words, and nothing is written."""
+    code, planned = plan(capsys, recipe, out, *sets)
     with pytest.raises(SystemExit) as caught:
-        main(["run", str(recipe), "--out", str(out), "--set", setting, "--json"])
-    assert caught.value.code == 2
-    assert part in " ".join(json.loads(capsys.readouterr().out)["error"].values())
-    assert not out.exists()
+        main(["run", str(recipe), "--out", str(out), *(f"--set={one}" for one in sets), "--json"])
+    assert (code, caught.value.code, json.loads(capsys.readouterr().out)) == (2, 2, planned)
+    assert part in " ".join(planned["error"].values())
+    return not out.exists()
 
 
 def test_a_changed_setting_stops_at_its_stage_and_names_it(

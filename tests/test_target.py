@@ -23,7 +23,9 @@ from transformers import (
 
 from eyas.errors import InputError, MissingDependency
 from eyas.models import gguf
-from eyas.models.target import fastest_dtype, load_target, record_boundaries, resolve_target
+from eyas.models.target import fastest_dtype, is_local, load_target, outline_target, record_boundaries, resolve_target
+from eyas.recipe import DraftSettings
+from eyas.training.initialise import draft_config
 from tiny import save_tiny_target, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[1, 40, 77, 130, 9, 200, 3, 58], [1, 90, 14, 222, 31, 7, 66, 2]])
@@ -46,6 +48,21 @@ def save(model: PreTrainedModel, folder: Path) -> str:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def test_the_outline_of_a_target_has_its_shape_and_tokenizer_and_no_weights(tiny_target: Path) -> None:
+    outline, target = outline_target(str(tiny_target)), load_target(str(tiny_target))
+    assert outline.identity == target.identity.model_copy(update={"weights_hash": ""})
+    assert {parameter.device.type for parameter in outline.model.parameters()} == {"meta"}
+    assert (outline.tokenizer_hash, outline.template_hash) == (target.tokenizer_hash, target.template_hash)
+    for shape in (DraftSettings(), DraftSettings(method="peagle"), DraftSettings(block="mla")):
+        assert draft_config(outline, (2, 4, 5), shape) == draft_config(target, (2, 4, 5), shape)
+
+
+def test_whether_a_target_is_here_is_told_without_a_network(tiny_target: Path) -> None:
+    assert is_local(str(tiny_target)) and not is_local("nobody/nothing-of-this-name")
+    with pytest.raises(InputError, match="or a hub id"):
+        is_local("/nowhere/at/all")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,23 +18,29 @@ from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
 from eyas.models.checkpoint import draft_tensors, load_draft
+from eyas.models.draft import make_draft
 from eyas.models.target import Target, load_target
 from eyas.recipe import CaptureSettings, DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, is_complete, read_manifest
 from eyas.training import loop, trainer_state
 from eyas.training.batches import Ahead, order, pack
 from eyas.training.evaluate import evaluate
+from eyas.training.foresee import foreseen
 from eyas.training.initialise import draft_config, expected_counts, gain, new_draft
 from eyas.training.loop import train
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
-from eyas.training.start import foreseen
 from eyas.training.teacher import Teacher
 from made_captures import BOUNDARIES, made, make_samples, poisoned, write_captures
+from wiring_lab import write_draft
 
 SHAPE, WHOLE = DraftSettings(vocab_size=128), DraftSettings(vocab_size=259)
 STATES_FILE = "trainer_state/shard-00001-model-00001-of-00001.safetensors"
 SETTINGS = TrainSettings(epochs=4, batch_tokens=64, ttt_length=3, save_every=3, precision="float32")
+REFUSED = [
+    (SETTINGS.model_copy(update={"seed": 1}), SHAPE, "draft.train.seed = 1"),
+    (SETTINGS, WHOLE, "draft.draft.vocab_size = 259"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,15 @@ def target(tiny_target: Path) -> Target:
 def run(tiny_target: Path) -> Callable[..., Manifest]:
     def call(captures: Path, out: Path, settings: TrainSettings = SETTINGS, shape: DraftSettings = SHAPE) -> Manifest:
         return train(captures, out, settings, shape, TargetSettings(name=str(tiny_target)))
+
+    return call
+
+
+@pytest.fixture
+def foresee(tiny_target: Path) -> Callable[..., dict]:
+    def call(data: Path, out: Path, settings: TrainSettings = SETTINGS, shape: DraftSettings = SHAPE) -> dict:
+        target = TargetSettings(name=str(tiny_target))
+        return foreseen(data, out, settings, shape, target, CaptureSettings(), online=False)
 
     return call
 
@@ -88,11 +103,59 @@ def test_a_limit_of_zero_clips_nothing_and_tells_the_norm(
     assert norms[0.0] == norms[1e9] != norms[1e-3] and min(norms[0.0]) > 1e-3
 
 
-def test_what_a_run_comes_to_is_known_before_it(captures: Path, tmp_path: Path, run: Callable[..., Manifest]) -> None:
+def test_what_a_run_comes_to_is_known_before_it(
+    captures: Path, tmp_path: Path, run: Callable[..., Manifest], foresee: Callable[..., dict]
+) -> None:
     settings = SETTINGS.model_copy(update={"epochs": 1.5, "accumulate": 2, "evaluate_every": 0})
-    told = foreseen(captures, settings, CaptureSettings())
+    told = foresee(captures, tmp_path / "draft", settings)
+    assert not (tmp_path / "draft").exists()
     made = run(captures, tmp_path / "draft", settings)
-    assert told == {"samples": 10, "tokens": made.facts["tokens"], "steps": made.facts["steps"]}
+    extent = {"samples": 10, "tokens": made.facts["tokens"], "steps": made.facts["steps"]}
+    assert told == {"state": "new", "run": extent}
+    assert foresee(captures, tmp_path / "draft", settings) == {"state": "complete", "run": extent}
+
+
+def test_the_plan_of_a_run_that_was_cut_says_how_far_it_is_and_refuses_what_the_run_would(
+    captures: Path,
+    tmp_path: Path,
+    run: Callable[..., Manifest],
+    foresee: Callable[..., dict],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5, kill)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(captures, tmp_path / "cut")
+    told = foresee(captures, tmp_path / "cut")
+    assert (told["state"], told["step"], told["run"]["steps"] > 5) == ("unfinished", 3, True)
+    for settings, shape, part in REFUSED:
+        for ask in (foresee, run):
+            with pytest.raises(InputError) as caught:
+                ask(captures, tmp_path / "cut", settings, shape)
+            assert part in " ".join(caught.value.as_json().values()), part
+
+
+def test_what_a_run_is_refused_for_by_its_start_is_in_its_plan_and_leaves_no_folder(
+    captures: Path, tmp_path: Path, target: Target, run: Callable[..., Manifest], foresee: Callable[..., dict]
+) -> None:
+    taps, same = (
+        str(write_draft(tmp_path / name, make_draft(draft_config(target, boundaries, SHAPE)), target))
+        for name, boundaries in (("taps", (1, 3, 4)), ("same", BOUNDARIES))
+    )
+    parallel = DraftSettings(method="peagle", vocab_size=128)
+    refused = [
+        ({"on_policy": True}, parallel, "peagle, of draft.method"),
+        ({"start_from": str(tmp_path / "nowhere")}, SHAPE, "no such folder"),
+        ({"start_from": taps}, DraftSettings(), f"captures of {list(BOUNDARIES)}"),
+        ({"start_from": same}, DraftSettings(block="qwen3"), "draft.block = 'qwen3'"),
+    ]
+    for updates, shape, part in refused:
+        settings = SETTINGS.model_copy(update=updates)
+        for ask in (foresee, run):
+            with pytest.raises(InputError) as caught:
+                ask(captures, tmp_path / "out", settings, shape)
+            assert part in " ".join(caught.value.as_json().values()), part
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("seed", [2**43, -(2**43)])

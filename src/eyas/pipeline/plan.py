@@ -21,6 +21,10 @@ class Plan:
 
     @property
     def as_dict(self) -> dict[str, Any]:
+        known = list(self.more.get("notes", ()))
+        absent = [item for item in self.reads if isinstance(item, Path) and not item.exists()]
+        absent = [item for item in absent if not any(note.startswith(str(item)) for note in known)]
+        notes = [*(f"{item} is not there yet" for item in absent), *known]
         return {
             "plan": self.command,
             "reads": [
@@ -28,5 +32,19 @@ class Plan:
             ],
             "writes": [str(item.absolute()) for item in self.writes],
             "settings": {} if self.settings is None else self.settings.model_dump(mode="json"),
+            "changed": {} if self.settings is None else changed(self.settings),
             **self.more,
+            **({"notes": notes} if notes else {}),
         }
+
+
+def changed(settings: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """The settings that are not as they come, by name: `{"train.epochs": 6.0}`."""
+    found: dict[str, Any] = {}
+    for name, declared in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            found |= changed(value, f"{prefix}{name}.")
+        elif value != declared.get_default(call_default_factory=True):
+            found[prefix + name] = settings.model_dump(mode="json", include={name})[name]
+    return found

@@ -9,23 +9,28 @@ from eyas.data.captures import capture
 from eyas.data.prompts import make_prompts
 from eyas.data.responses import respond
 from eyas.errors import InputError
-from eyas.export.folder import check_exportable, export_draft
+from eyas.export.folder import check_exportable, export_draft, exported_before
 from eyas.formats.taps import default_boundaries
 from eyas.measure.bench import bench
 from eyas.measure.prompts import conversations
 from eyas.models.checkpoint import has_info, read_info
-from eyas.models.target import load_target
+from eyas.models.target import is_local, outline_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
-from eyas.recipe import BenchSettings, CaptureSettings, Recipe
+from eyas.recipe import BenchSettings, CaptureSettings, Recipe, recorded, recorded_training
 from eyas.run import JSON, Manifest, is_complete, read_manifest, write_atomic
 from eyas.shipped import draft_folder
-from eyas.stage import result_stage
+from eyas.stage import Standing, result_stage, standing
 from eyas.training.evaluate import evaluate
+from eyas.training.foresee import check_start
 from eyas.training.initialise import draft_config
 from eyas.training.loop import train
+from eyas.training.trainer_state import step_folders
 from eyas.wiring.check import check
 from eyas.wiring.findings import CODES, Finding
+
+Kept = dict[str, tuple[JSON, dict[str, Path]]]
+"""Stage to what its folder records of the settings it was made under, and its inputs."""
 
 
 class Stages:
@@ -39,16 +44,17 @@ class Stages:
         """Run one stage in `folder/name` unless it is complete; returns its folder."""
         folder = self.folder / name
         skipped = is_complete(folder)
-        say(f"{name}: checking what is there" if skipped else f"{name}: making {folder}")
+        if not skipped:
+            say(f"{name}: making {folder}")
         started = time.monotonic()
         manifest = work(folder)
         seconds = manifest.seconds if skipped else time.monotonic() - started
         self._note(name, seconds, skipped)
         return folder
 
-    def result(self, name: str, settings: JSON, inputs: dict[str, Path], compute: Callable[[], JSON]) -> JSON:
+    def result(self, name: str, kept: Kept, compute: Callable[[], JSON]) -> JSON:
         """Run one stage whose product is a JSON object, or read it back."""
-        folder = self.folder / name
+        folder, (settings, inputs) = self.folder / name, kept[name]
         started = time.monotonic()
         result, skipped = result_stage(folder, name, settings=settings, inputs=inputs, compute=compute)
         seconds = read_manifest(folder, name).seconds if skipped else time.monotonic() - started
@@ -70,31 +76,24 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
     findings = chain_findings(recipe)
     for found in findings:
         say(f"{found.severity}: {found.code}: {found.where} = {found.found}, {found.expected}. {found.fix}")
+    standings(recipe, folder)
     if not is_complete(folder / "export"):
-        refuse_early(recipe)
+        refuse_early(recipe, folder)
+    made = kept(recipe, folder)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
     responses = stages.stage("responses", lambda out: respond(prompts, out, recipe.respond, target))
     captures = stages.stage("captures", lambda out: capture(responses, out, stored(recipe), target))
     data = responses if recipe.train.online else captures
     draft = stages.stage("draft", lambda out: train(data, out, recipe.train, recipe.draft, target, recipe.capture))
-    evaluated = stages.result(
-        "evaluate",
-        recipe.evaluate.model_dump(mode="json"),
-        {"draft": draft, "captures": captures},
-        lambda: evaluate(draft, captures, recipe.evaluate, target),
-    )
+    evaluated = stages.result("evaluate", made, lambda: evaluate(draft, captures, recipe.evaluate, target))
     export = stages.stage("export", lambda out: export_draft(draft, out, recipe.export))
+    engines = recipe.export.engines
     checked = stages.result(
-        "check",
-        {"target": target.name, "engines": list(recipe.export.engines)},
-        {"draft": draft, "captures": captures, "export": export},
-        lambda: check(target.name, captures, draft, export, target.trust_remote_code, recipe.export.engines),
+        "check", made, lambda: check(target.name, captures, draft, export, target.trust_remote_code, engines)
     )
+    survival = evaluated["walk_survival"]
     benched = stages.result(
-        "bench",
-        recipe.bench.model_dump(mode="json"),
-        {"export": export},
-        lambda: bench(target, export, bench_settings(recipe, prompts), survival=evaluated["walk_survival"]),
+        "bench", made, lambda: bench(target, export, bench_settings(recipe, prompts), survival=survival)
     )
     result = {
         "run": str(folder.absolute()),
@@ -113,7 +112,69 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
     return result
 
 
-def refuse_early(recipe: Recipe) -> None:
+def kept(recipe: Recipe, folder: Path) -> Kept:
+    """What each stage of the recipe records of its settings, and what it is made from, in order."""
+    online, target, engines = recipe.train.online, recipe.target, list(recipe.export.engines)
+    trained = recorded_training(recipe.train, recipe.draft, target, recipe.capture if online else None)
+    at = {name: folder / name for name in ("prompts", "responses", "captures", "draft", "export")}
+
+    def made_from(*names: str) -> dict[str, Path]:
+        return {name: at[name] for name in names}
+
+    return {
+        "prompts": (recipe.prompts.model_dump(mode="json"), {}),
+        "responses": (recorded(recipe.respond, target), made_from("prompts")),
+        "captures": (recorded(stored(recipe), target), made_from("responses")),
+        "draft": (trained, made_from("responses" if online else "captures")),
+        "evaluate": (recipe.evaluate.model_dump(mode="json"), made_from("draft", "captures")),
+        "export": (recipe.export.model_dump(mode="json"), made_from("draft")),
+        "check": ({"target": target.name, "engines": engines}, made_from("draft", "captures", "export")),
+        "bench": (recipe.bench.model_dump(mode="json"), made_from("export")),
+    }
+
+
+def foreseen(recipe: Recipe, folder: Path) -> JSON:
+    """What is known of a run before it begins: `stages` (each one's `state`: new, unfinished, complete), `findings`,
+    `notes`.
+
+    Raises InputError where `run_recipe` would before its first stage, and where a folder there was made under other
+    values.
+    """
+    states = standings(recipe, folder)
+    found: JSON = {
+        "stages": [{"name": name, "state": state} for name, state in states.items()],
+        "findings": [one.model_dump() for one in chain_findings(recipe)],
+    }
+    if is_complete(folder / "export"):
+        return found
+    if not is_local(recipe.target.name):
+        note = f"{recipe.target.name} is not on this machine: what the run would refuse of its draft is not known"
+        return found | {"notes": [note]}
+    refuse_early(recipe, folder)
+    return found
+
+
+def standings(recipe: Recipe, folder: Path) -> dict[str, Standing]:
+    """How far each stage is. Raises InputError for a folder made under other values, and for one whose input would be
+    made anew: it would be refused once that is there."""
+    found: dict[str, Standing] = {}
+    for name, (settings, inputs) in kept(recipe, folder).items():
+        if name == "export":  # takes seconds, and replaces an earlier one
+            found[name] = "new" if exported_before(folder / name, settings, inputs) is None else "complete"
+            continue
+        found[name] = standing(folder / name, name, settings, inputs)
+        gone = next((path for path in inputs.values() if not is_complete(path)), None)
+        if found[name] != "new" and gone is not None:
+            raise InputError(
+                wanted=f"{gone}, which {folder / name} was made from",
+                got="an unfinished folder" if gone.is_dir() else "no such folder",
+                where=str(folder),
+                next=f"give another --out, or remove {folder / name} too: made anew, its input would be another",
+            )
+    return found
+
+
+def refuse_early(recipe: Recipe, folder: Path) -> None:
     """What a late stage would refuse after an hour of work, said before the first."""
     if recipe.prompts.heldout == 0:
         raise InputError(
@@ -124,12 +185,15 @@ def refuse_early(recipe: Recipe) -> None:
         )
     if recipe.bench.prompts != "heldout":
         conversations(recipe.bench.prompts)
-    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    target = outline_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
     boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
-    start = None if recipe.train.start_from is None else draft_folder(recipe.train.start_from)
-    ours = start is not None and has_info(start)
-    config = read_info(start).draft if ours else draft_config(target, boundaries, recipe.draft)
-    check_exportable(config, recipe.export)
+    begun = step_folders(folder / "draft")
+    if not begun:  # what a run that goes on began from may be gone by now
+        check_start(recipe.train, recipe.draft, None, boundaries)
+    start = recipe.train.start_from
+    made = begun[-1] if begun else None if start is None else draft_folder(start)
+    ours = made is not None and has_info(made)
+    check_exportable(read_info(made).draft if ours else draft_config(target, boundaries, recipe.draft), recipe.export)
 
 
 def chain_findings(recipe: Recipe) -> list[Finding]:

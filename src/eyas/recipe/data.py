@@ -18,6 +18,11 @@ class TargetSettings(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
+def recorded(settings: Section, target: TargetSettings) -> dict[str, Any]:
+    """What a stage that runs the target records of its settings: a resume must share them."""
+    return {**settings.model_dump(mode="json"), "target": target.model_dump()}
+
+
 class PromptsSettings(Section):
     """What the target is asked."""
 

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from eyas.errors import InputError
 from eyas.formats.engines import parse_engine
 from eyas.formats.methods import MethodName
-from eyas.recipe.data import Precision
+from eyas.recipe.data import CaptureSettings, Precision, TargetSettings
 from eyas.settings import Section, parts_of
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -57,6 +58,17 @@ class DraftSettings(Section):
     rope_theta: float | None = Field(default=None, gt=0)
     """Rotary base; none means the target's."""
 
+    @model_validator(mode="after")
+    def _feeds_back(self) -> "DraftSettings":
+        if self.method == "peagle" and self.norm_output:
+            raise ValueError(
+                "norm_output with method peagle, which drafts a chain in one forward and feeds nothing back: wanted "
+                "one of them"
+            )
+        if self.method != "peagle" and self.mask_token_id is not None:
+            raise ValueError(f"mask_token_id with method {self.method}: wanted with method peagle only")
+        return self
+
 
 class TrainSettings(Section):
     """How the draft is trained."""
@@ -80,8 +92,8 @@ class TrainSettings(Section):
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """AdamW."""
     head: Literal["frozen", "trained"] = "frozen"
-    """Whether the head moves, or stays as it began, the target's own rows: then a third of its products, its gradient
-    and its moments are saved."""
+    """Whether the head moves, or stays as it began: the target's own rows (scaled, where `norm_output` feeds norm(h)
+    back). Frozen, a third of its products, its gradient and its moments are saved."""
     weight_decay: float = Field(default=0.0, ge=0)
     """On matrices only."""
     clip_norm: float = Field(default=1.0, ge=0)
@@ -151,6 +163,16 @@ class TrainSettings(Section):
             )
         return self
 
+    def check_method(self, method: str, where: str) -> None:
+        """Raise InputError for what a draft of this method cannot be trained by."""
+        if self.on_policy and method != "eagle3":
+            raise InputError(
+                wanted="method eagle3 for train.on_policy: a draft that is fed its own tokens",
+                got=f"{method}, of {where}",
+                where="train.on_policy",
+                next="--set train.on_policy=false",
+            )
+
     @model_validator(mode="after")
     def _weighed_once(self) -> "TrainSettings":
         if self.on_policy and self.loss == "accept_length":
@@ -163,6 +185,19 @@ class TrainSettings(Section):
     def weights(self, steps: int) -> tuple[float, ...]:
         """What each of `steps` TTT steps weighs."""
         return self.step_weights or tuple(self.step_decay**step for step in range(steps))
+
+
+NOT_COMPARED = {"parallel", "device", "rank_timeout_s"}
+"""Settings that change where and by how many a step is computed, not which: a resume may have others."""
+
+
+def recorded_training(
+    settings: TrainSettings, shape: DraftSettings, target: TargetSettings, capture: CaptureSettings | None
+) -> dict[str, Any]:
+    """What a training records of its settings, by section: a resume must share them. `capture` where it is online."""
+    sections = {"train": settings.model_dump(mode="json", exclude=NOT_COMPARED)}
+    rest = {"draft": shape, "target": target} | ({"capture": capture} if capture else {})
+    return sections | {name: section.model_dump(mode="json") for name, section in rest.items()}
 
 
 class EvaluateSettings(Section):

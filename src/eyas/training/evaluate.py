@@ -261,7 +261,7 @@ def evaluate(
     manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
     loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
     module, info = load_draft(draft, loaded.embedding, torch.float32)
-    check_draft(info, reader, manifest.facts, captures)
+    check_draft(info, reader.boundaries, manifest.facts, captures)
     check_identity(loaded.identity, info.target, draft, "give --target, the draft's own")
     chosen = [index for index, sample in enumerate(reader.samples) if split in ("all", sample.split)]
     if not chosen:

@@ -48,11 +48,23 @@ def finite(samples: Sequence[Sample]) -> Sequence[Sample]:
     return samples
 
 
-def check_draft(info: DraftInfo, reader: Samples, facts: dict[str, Any], where: Path) -> None:
-    """Raise InputError unless a draft belongs to these captures."""
+def check_draft(info: DraftInfo, boundaries: Sequence[int], facts: dict[str, Any], where: Path) -> None:
+    """Raise InputError unless a draft belongs to captures of these boundaries and facts."""
     advice = "give the captures of the draft's own target (eyas inspect DRAFT names it)"
     check_identity(info.target, TargetIdentity.model_validate(facts["target"]), where, advice)
-    taps, captured = list(info.draft.boundaries), list(reader.boundaries)
-    check_same("the draft's boundaries", taps, captured, where, advice, "tap_offset")
+    check_taps(info.draft.boundaries, boundaries, where)
     check_same("tokenizer_hash", info.tokenizer_hash, facts["tokenizer_hash"], where, advice, "tokenizer_mismatch")
     check_same("template_hash", info.template_hash, facts["template_hash"], where, advice, "template_mismatch")
+
+
+def check_taps(drafts: Sequence[int], captured: Sequence[int], where: Path) -> None:
+    """Raise InputError unless what is captured is what the draft reads."""
+    if tuple(drafts) != tuple(captured):
+        raise InputError(
+            wanted=f"captures of the draft's boundaries {list(drafts)}",
+            got=f"captures of {list(captured)}",
+            where=str(where),
+            next=f"eyas capture --responses RESPONSES --boundaries {','.join(map(str, drafts))} --out OTHER; in a "
+            f"recipe capture.boundaries = {list(drafts)}",
+            code="tap_offset",
+        )

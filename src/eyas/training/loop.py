@@ -23,12 +23,13 @@ from eyas.models.draft import Draft
 from eyas.models.target import DTYPES, Target, load_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
-from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
+from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
 from eyas.run import JSON, Manifest, hash_file, read_manifest
 from eyas.shipped import draft_folder
 from eyas.stage import Stage
 from eyas.training.batches import Ahead, Batches, check_shares, parts, planned
 from eyas.training.distributed import Ranks, joined, stop_requested
+from eyas.training.foresee import check_start, data_is_online
 from eyas.training.heldout import HeldOut
 from eyas.training.initialise import count_tokens
 from eyas.training.inputs import check_captures
@@ -41,12 +42,10 @@ from eyas.training.replicas import Replicas
 from eyas.training.shards import local, whole_tensor
 from eyas.training.start import (
     checksums,
-    data_is_online,
     from_least_squares,
     open_samples,
     opened,
     precision,
-    recorded,
     say_start,
     starting_draft,
     trainable,
@@ -225,7 +224,9 @@ def train_among(
     manifest = read_manifest(data)
     online = data_is_online(manifest, settings, data)
     settings = settings.model_copy(update={"online": online})
-    kept = recorded(settings, shape, named, capture if online else None)
+    kept = recorded_training(settings, shape, named, capture if online else None)
+    if not step_folders(out):  # what a run that goes on began from may be gone by now
+        check_start(settings, shape, manifest)
     stage = opened(ranks, data, manifest.stage, out, kept, settings)
     if settings.start_from is not None and ranks.leads:
         say_start(stage, draft_folder(settings.start_from))

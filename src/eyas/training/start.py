@@ -8,73 +8,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyas.data.captures import survey
 from eyas.data.online import TargetSamples
-from eyas.data.responses import RESPONSES
 from eyas.data.shards import CaptureReader, Samples
 from eyas.errors import InputError
-from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import DraftInfo, has_info, load_draft, make_info, read_info
 from eyas.models.draft import Draft
 from eyas.models.foreign import NamedTarget
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target
 from eyas.models.vocab import build_vocab, coverage
 from eyas.progress import say
-from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings
-from eyas.run import JSON, Manifest, check_same, hash_file, manifest_hash, read_manifest
+from eyas.recipe import NOT_COMPARED, CaptureSettings, DraftSettings, TargetSettings, TrainSettings
+from eyas.run import JSON, Manifest, hash_file, manifest_hash
 from eyas.shipped import draft_folder
-from eyas.stage import PROGRESS, Stage, begin, check_file, chosen_step, flat
-from eyas.training.batches import steps_over
+from eyas.stage import PROGRESS, Stage, begin, chosen_step, flat
 from eyas.training.distributed import Ranks
+from eyas.training.foresee import check_ours, check_shape
 from eyas.training.initialise import draft_config, expected_counts, new_draft, special_ids
-from eyas.training.inputs import check_draft
 from eyas.training.least_squares import unfit
-
-NORM_CODES = {"before": "teacher_double_normed", "after": "teacher_not_normed"}
-"""What a teacher of the draft's norm state would be over states of the other one."""
-SHAPE = set(DraftSettings.model_fields) & set(DraftConfig.model_fields)
-"""Settings of a new draft that another's config answers under the same name."""
-
-
-def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> bool:
-    """Whether `data` are responses, whose states the target must make. Raises InputError for any other stage's folder,
-    and for captures under `train.online`."""
-    wanted = ("responses",) if settings.online else ("captures", "responses")
-    if manifest.stage not in wanted:
-        raise InputError(
-            wanted=f"a {' or '.join(wanted)} folder",
-            got=f"a {manifest.stage} folder",
-            where=str(data),
-            next="--responses RESPONSES trains online, --captures CAPTURES on stored states (--set train.online=false)",
-        )
-    return manifest.stage == "responses"
-
-
-def foreseen(data: Path, settings: TrainSettings, capture: CaptureSettings) -> JSON:
-    """What a run on `data` comes to, by its samples' lengths alone: train `samples`, and over all epochs `tokens` and
-    `steps`, fewer where it stops early. Raises InputError for data that `train` would refuse or cannot be read."""
-    manifest = read_manifest(data)
-    if data_is_online(manifest, settings, data):
-        entries = survey(check_file(data, RESPONSES, manifest), capture)[0]
-    else:
-        entries = CaptureReader(data).samples
-    lengths, chosen = [one.length for one in entries], [n for n, one in enumerate(entries) if one.split == "train"]
-    steps = steps_over(lengths, chosen, settings) if chosen else []
-    tokens = sum(lengths[index] for batches in steps for indices in batches for index in indices)
-    return {"samples": len(chosen), "tokens": tokens, "steps": len(steps)}
-
-
-NOT_COMPARED = {"parallel", "device", "rank_timeout_s"}
-"""Settings that change where and by how many a step is computed, not which: a resume may have others."""
-
-
-def recorded(
-    settings: TrainSettings, shape: DraftSettings, named: TargetSettings, capture: CaptureSettings | None
-) -> JSON:
-    """The settings that a resume must share, by section."""
-    sections = {"train": settings.model_dump(mode="json", exclude=NOT_COMPARED)}
-    rest = {"draft": shape, "target": named} | ({"capture": capture} if capture else {})
-    return sections | {name: section.model_dump(mode="json") for name, section in rest.items()}
 
 
 def opened(ranks: Ranks, data: Path, kind: str, out: Path, settings: JSON, train: TrainSettings) -> Stage:
@@ -139,22 +89,9 @@ def starting_draft(
         expected_V = expected_counts(target, samples, samples.of_split("train")) if reduced else None
         draft = new_draft(target, config, counts_V, settings.initialise, settings.seed, expected_V)
     else:
-        if "initialise" in settings.model_fields_set and settings.initialise != "least_squares":
-            raise InputError(
-                wanted="a new draft to initialise",
-                got=f"{settings.initialise}, beside a draft to go on from: {settings.start_from}",
-                where="train.initialise",
-                next="leave out --set train.initialise, or --set train.start_from",
-            )
         draft = somebodys_draft(draft_folder(settings.start_from), target, samples, manifest, shape)
         say_coverage(draft, target, counts_V)
-    if settings.on_policy and draft.config.method != "eagle3":
-        raise InputError(
-            wanted="method eagle3 for train.on_policy: a draft that is fed its own tokens",
-            got=draft.config.method,
-            where="train.on_policy",
-            next="--set train.on_policy=false",
-        )
+    settings.check_method(draft.config.method, settings.start_from or "draft.method")
     info = make_info(
         draft,
         target.identity,
@@ -196,15 +133,11 @@ def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Ma
     that is not of the shape asked for, and for a map that leaves out a stop token. Of a draft made elsewhere only what
     its file says can be compared.
     """
-    advice = "give a draft of this target and its captures (eyas inspect DRAFT), or leave out train.start_from"
     if has_info(folder):
         info = read_info(folder)
-        template = manifest.facts["template_hash"]
-        check_draft(info.model_copy(update={"template_hash": template}), samples, manifest.facts, folder)
-        if info.template_hash != template:
+        check_ours(info, samples.boundaries, samples.last_hidden_norm, manifest.facts, folder)
+        if info.template_hash != manifest.facts["template_hash"]:
             say(f"train: {folder} was trained under another chat template (template_mismatch): it now learns this one")
-        norm = info.last_hidden_norm
-        check_same("last_hidden_norm", norm, samples.last_hidden_norm, folder, advice, NORM_CODES[norm])
     named = NamedTarget(target.identity, target.context_length, target.embedding)
     draft, _ = load_draft(folder, target.embedding, torch.float32, named, samples.boundaries)
     check_shape(draft.config, shape, folder)
@@ -218,18 +151,6 @@ def somebodys_draft(folder: Path, target: Target, samples: Samples, manifest: Ma
             code="vocab_mismatch",
         )
     return draft.to(target.embedding.device)
-
-
-def check_shape(config: DraftConfig, shape: DraftSettings, folder: Path) -> None:
-    """Raise InputError where a setting that was made (not a default) asks for another shape than the draft has."""
-    advice = "leave it out: a draft that is gone on from keeps its shape"
-    made = {name: getattr(shape, name) for name in sorted(shape.model_fields_set)}
-    for name, wanted in made.items():
-        if name == "vocab_size":
-            wanted = min(shape.vocab_size, config.vocab_size)
-            check_same("draft.vocab_size", wanted, config.draft_vocab_size, folder, advice)
-        elif name in SHAPE and wanted is not None:
-            check_same(f"draft.{name}", wanted, getattr(config, name), folder, advice)
 
 
 def say_coverage(draft: Draft, target: Target, counts_V: Tensor) -> None:
