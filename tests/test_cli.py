@@ -14,6 +14,8 @@ from eyas.cli import main
 from eyas.cli.app import app
 from eyas.errors import InputError
 from eyas.failures import for_command
+from eyas.run import write_manifest
+from eyas.stage import begin
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -77,16 +79,60 @@ def test_a_complete_folder_is_skipped_aloud_and_its_plan_says_so(
     assert status == 2 and json.loads(out)["error"]["got"] == "prompts.seed = 0"
 
 
+def test_a_folder_that_another_stage_began_is_not_taken_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    begun = begin(tmp_path / "o", "draft", {"epochs": 3}, {})
+    (tmp_path / "o" / "step-1").write_text("weights")
+    assert begun.lock is not None
+    begun.lock.release()
+    for plan in (("--plan",), ()):
+        status, out, _ = run(capsys, "prompts", "--out", str(tmp_path / "o"), "--json", *plan)
+        assert (status, json.loads(out)["error"]["got"]) == (2, "an unfinished folder of another stage: draft")
+    assert not (tmp_path / "o" / "prompts.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (("prompts", "--out", "o", "--source", "missing.jsonl"), "there is no such file"),
+        (("respond", "--prompts", "r", "--out", "o"), "a responses folder"),
+        (("capture", "--responses", "r", "--out", "o", "--boundaries", "15,2"), "sorted and unique"),
+        (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,99"), "boundaries from 0 (embedding) to 30"),
+        (("capture", "--responses", "r", "--out", "file"), "to write file"),
+    ],
+)
+def test_a_plan_refuses_what_the_command_would_and_in_its_words(
+    argv: tuple[str, ...],
+    part: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    facts = {"target": {"num_hidden_layers": 30}}
+    write_manifest(tmp_path / "r", "responses", settings={}, inputs={}, files={}, facts=facts, seconds=0.0)
+    planned = run(capsys, *argv, "--plan", "--json")
+    assert planned[0] == 2 and part in " ".join(json.loads(planned[1])["error"].values())
+    assert run(capsys, *argv, "--json")[:2] == planned[:2]
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize(("data", "capture"), [("--captures", False), ("--responses", True)])
 def test_the_plan_of_a_training_has_every_section_and_says_what_is_not_there(
     data: str, capture: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = (data, "nowhere", "--out", "o", "--target", "t", "--draft.block", "qwen3", "--epochs", "2")
+    flags = (data, "nowhere", "--out", "o", "--target", "some/t", "--draft.block", "qwen3", "--epochs", "2")
     status, out, _ = run(capsys, "train", *flags, "--plan", "--json")
     plan = json.loads(out)
     assert (status, plan["settings"]["epochs"], plan["draft"]["block"]) == (0, 2.0, "qwen3")
-    assert plan["target"] == {"name": "t", "trust_remote_code": False} and ("capture" in plan) is capture
-    assert plan["notes"] == ["nowhere is not there yet, or unfinished: what the run comes to is not known"]
+    assert plan["target"] == {"name": "some/t", "trust_remote_code": False} and ("capture" in plan) is capture
+    assert plan["changed"] == {"epochs": 2.0, "draft.block": "qwen3", "target.name": "some/t"}
+    assert plan["notes"] == [
+        "some/t is not on this machine: it is not looked at",
+        "nowhere is not there yet, or unfinished: what the run comes to is not known",
+    ]
 
 
 @pytest.mark.parametrize(

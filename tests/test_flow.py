@@ -96,16 +96,19 @@ def test_every_stage_runs_agrees_with_the_next_and_is_skipped_the_second_time(
     for key in ("evaluate", "check", "bench", "draft", "acceptance_parity"):
         assert second[key] == first[key]
 
-    # what a later stage was made from is gone: made anew it would be another, so the run is refused before that hour
+    # what later stages were made from is gone: made anew it would be another, so they are refused before that hour
     shutil.rmtree(out / "captures")
     code, told = plan(capsys, recipe, out)
     assert code == 2 and told["error"]["wanted"] == f"{out / 'captures'}, which {out / 'draft'} was made from"
+    for stage in (doomed := ("draft", "evaluate", "check", "bench")):
+        assert str(out / stage) in told["error"]["next"]
     shutil.rmtree(out / "draft")
-    for stage in ("evaluate", "check"):
+    code, told = plan(capsys, recipe, out)
+    assert code == 2 and all(str(out / stage) in told["error"]["next"] for stage in doomed[1:])
+    for stage in doomed[1:]:
         shutil.rmtree(out / stage)
     states = {one["name"]: one["state"] for one in plan(capsys, recipe, out)[1]["stages"]}
-    left = dict.fromkeys(("prompts", "responses", "bench"), "complete")
-    assert states == dict.fromkeys(STAGES, "new") | left
+    assert states == dict.fromkeys(STAGES, "new") | dict.fromkeys(("prompts", "responses"), "complete")
     assert plan(capsys, recipe, out, "train.epochs=2")[1]["changed"]["train.epochs"] == 2.0
     assert "responses.seed" in plan(capsys, recipe, out, "respond.seed=3")[1]["error"]["got"]
 

@@ -4,8 +4,10 @@ An unfinished folder holds `progress.json`: the settings and inputs it was begun
 (precision), and the seconds spent so far. It is compared before anything is resumed, and removed after the manifest.
 """
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,7 +62,13 @@ class Stage:
         """Write progress.json; `decided` adds to what later resumptions must keep to."""
         self.decided.update(decided)
         hashes = {name: manifest_hash(path) for name, path in self.inputs.items()}
-        state = {"settings": self.settings, "inputs": hashes, "decided": self.decided, "seconds": self.seconds}
+        state = {
+            "stage": self.name,
+            "settings": self.settings,
+            "inputs": hashes,
+            "decided": self.decided,
+            "seconds": self.seconds,
+        }
         write_atomic(self.folder / PROGRESS, json.dumps(state) + "\n")
 
     def finish(self, *, files: dict[str, str], facts: JSON) -> Manifest:
@@ -99,7 +107,8 @@ def say_complete(folder: Path, name: str) -> None:
 def _completed(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -> Manifest | None:
     if not is_complete(folder):
         return None
-    manifest = read_manifest(folder, name)
+    manifest = read_manifest(folder)
+    _own(folder, name, manifest.stage, "a")
     _compare(Stage(folder, name, json.loads(json.dumps(settings)), inputs), manifest.settings, manifest.inputs)
     return manifest
 
@@ -110,6 +119,8 @@ def standing(folder: Path, name: str, settings: JSON, inputs: dict[str, Path]) -
     Raises InputError where `begin` would: other settings, other inputs. Inputs that are not complete yet are not
     compared.
     """
+    if folder.exists() and not folder.is_dir():
+        raise disk_error(folder, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
     there = {key: path for key, path in inputs.items() if is_complete(path)}
     if _completed(folder, name, settings, there) is not None:
         return "complete"
@@ -155,8 +166,20 @@ def _begun(stage: Stage) -> JSON | None:
             where=str(path),
             next=f"remove {stage.folder} and run again",
         ) from error
+    _own(stage.folder, stage.name, state.get("stage", stage.name), "an unfinished")
     _compare(stage, state["settings"], state["inputs"])
     return state
+
+
+def _own(folder: Path, name: str, written: str, how_far: str) -> None:
+    """Raise InputError where a folder to write is another stage's."""
+    if written != name:
+        raise InputError(
+            wanted=f"a new folder, or one of {name}, to write",
+            got=f"{how_far} folder of another stage: {written}",
+            where=str(folder),
+            next="give another --out",
+        )
 
 
 def locked(folder: Path) -> FolderLock | None:

@@ -28,12 +28,12 @@ from eyas.cli.app import (
     finish,
     staged,
 )
-from eyas.data.prompts import make_prompts
+from eyas.data.prompts import check_source, make_prompts
 from eyas.errors import InputError
 from eyas.imports import uncollected
 from eyas.pipeline.doctor import missing_stack
 from eyas.pipeline.options import not_with
-from eyas.pipeline.plan import Plan
+from eyas.pipeline.plan import Plan, changed
 from eyas.progress import mute, say
 from eyas.ranks import place_of, refuse_several
 from eyas.recipe import (
@@ -50,15 +50,19 @@ from eyas.recipe import (
     recorded,
     validate,
 )
-from eyas.run import is_complete
+from eyas.run import is_complete, read_manifest
 from eyas.shipped import chosen_draft
 from eyas.stage import standing
 
 
 def standing_of(common: Common, out: Path, stage: str, settings: dict[str, Any], **inputs: Path) -> dict[str, Any]:
-    """For a plan: the `state` of a stage's folder, and notes of inputs that are not complete."""
+    """For a plan: the `state` of a stage's folder, and notes of inputs that are not complete. Raises InputError for an
+    input that another stage wrote."""
     if not common.plan:
         return {}
+    for name, path in inputs.items():
+        if is_complete(path):
+            read_manifest(path, name)
     unfinished = [path for path in inputs.values() if path.exists() and not is_complete(path)]
     notes = [f"{path} is unfinished, or not one of Eyas's" for path in unfinished]
     return {"state": standing(out, stage, settings, inputs)} | ({"notes": notes} if notes else {})
@@ -69,6 +73,8 @@ def prompts(
     *, out: Out, settings: Annotated[PromptsSettings, Flat] = PromptsSettings(), common: Common = FLAGS
 ) -> None:
     """Make prompts, from a JSONL file or the built-in bank."""
+    if common.plan:
+        check_source(settings)
     more = standing_of(common, out, "prompts", settings.model_dump(mode="json"))
     plan = Plan("prompts", [settings.source], [out], settings, more)
     finish(common, plan, lambda: staged(out, make_prompts(out, settings)))
@@ -112,6 +118,8 @@ def capture(
 
         return staged(out, capture(responses, out, settings, target.settings))
 
+    if common.plan and is_complete(responses):
+        settings.boundaries_of(read_manifest(responses, "responses").facts["target"]["num_hidden_layers"])
     more = standing_of(common, out, "captures", recorded(settings, target.settings), responses=responses)
     finish(common, Plan("capture", [responses, target.target], [out], settings, more), work)
 
@@ -161,6 +169,9 @@ def train(
             from eyas.training.foresee import foreseen
 
         more |= foreseen(data, out, settings, draft, target.settings, capture, responses is not None)
+        more["changed"] = changed(settings) | {
+            name: value for key, section in sections.items() for name, value in changed(section, f"{key}.").items()
+        }
     finish(common, Plan("train", [data, settings.start_from, target.target], [out], settings, more), work)
 
 

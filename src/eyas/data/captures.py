@@ -19,7 +19,6 @@ from torch import Tensor
 from eyas.data.responses import RESPONSES, read_responses
 from eyas.data.shards import INDEX, Entry, Sample, pack, plan_shards, shard_name, write_index, write_shard
 from eyas.errors import InputError
-from eyas.formats.taps import check_boundaries, default_boundaries
 from eyas.models.target import DTYPES, Target, fastest_dtype, load_target, record_boundaries
 from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, TargetSettings, recorded
@@ -50,14 +49,15 @@ def capture(
     other settings or responses than `out` was begun with, another target than the responses', taps that do not fit,
     a full disk.
     """
+    manifest = read_manifest(responses, "responses")
+    settings.boundaries_of(manifest.facts["target"]["num_hidden_layers"])
     stage = begin(out, "captures", recorded(settings, target), {"responses": responses})
     if stage.complete is not None:
         return stage.complete
-    manifest = read_manifest(responses, "responses")
     lines = check_file(responses, RESPONSES, manifest)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
     check_target(loaded, manifest.facts, responses)
-    boundaries = boundaries_of(settings, loaded)
+    boundaries = settings.boundaries_of(loaded.num_hidden_layers)
     sources, skipped = survey(lines, settings)
     if not sources:
         raise InputError(
@@ -114,14 +114,6 @@ def check_target(target: Target, facts: JSON, responses: Path) -> None:
         ("template_hash", target.template_hash, facts["template_hash"], "template_mismatch"),
     ):
         check_same(name, ours, wrote, responses, advice, code)
-
-
-def boundaries_of(settings: CaptureSettings, target: Target) -> tuple[int, ...]:
-    """The taps: as set, or the default of the target's depth."""
-    if settings.boundaries is None:
-        return default_boundaries(target.num_hidden_layers, where="recipe: capture.boundaries")
-    check_boundaries(settings.boundaries, target.num_hidden_layers, where="recipe: capture.boundaries")
-    return settings.boundaries
 
 
 def survey(path: Path, settings: CaptureSettings) -> tuple[list[Source], Counter[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyas.data.captures import boundaries_of, capture_batch, check_target, make_sample, read_ids, survey
+from eyas.data.captures import capture_batch, check_target, make_sample, read_ids, survey
 from eyas.data.responses import RESPONSES
 from eyas.data.shards import Entry, NormState, Sample, plan_shards
 from eyas.errors import InputError
@@ -30,7 +30,7 @@ class TargetSamples:
     def __init__(self, folder: Path, manifest: Manifest, target: Target, settings: CaptureSettings) -> None:
         check_target(target, manifest.facts, folder)
         self.target, self.settings = target, settings
-        self.boundaries = boundaries_of(settings, target)
+        self.boundaries = settings.boundaries_of(target.num_hidden_layers)
         self.last_hidden_norm: NormState = "before"
         self.greedy = bool(manifest.facts["greedy"])
         self.lines = check_file(folder, RESPONSES, manifest)

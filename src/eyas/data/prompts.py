@@ -13,7 +13,7 @@ from eyas.errors import InputError, did_you_mean
 from eyas.progress import say
 from eyas.recipe import PromptsSettings
 from eyas.run import MANIFEST, Manifest, check_same, hash_file, read_manifest, write_atomic
-from eyas.stage import Stage, completed
+from eyas.stage import Stage, completed, standing
 
 PROMPTS = "prompts.jsonl"
 Row = dict[str, Any]
@@ -26,6 +26,7 @@ def make_prompts(out: Path, settings: PromptsSettings) -> Manifest:
     settings or was made from another content of the source file. What was skipped or repaired is in `facts`.
     """
     stage = Stage(out, "prompts", settings.model_dump(mode="json"), {})
+    standing(out, stage.name, stage.settings, {})  # a folder that another stage began is not taken over
     if (manifest := completed(out, stage.name, stage.settings, {})) is not None:
         return _same_source(out, settings, manifest)
     rows, facts = _bank_rows(settings) if settings.source == "bank" else _file_rows(Path(settings.source), settings)
@@ -76,15 +77,20 @@ def prompt_row(
     return {"id": name, "messages": messages, "split": split, "topic": topic, "family": family}
 
 
-def _file_rows(path: Path, settings: PromptsSettings) -> tuple[list[Row], Row]:
-    """Rows drawn from a file by hashes of seed and prompt: neither the file's order nor `train` moves the held-out."""
-    if not path.exists():
+def check_source(settings: PromptsSettings) -> None:
+    """Raise InputError for a file of prompts that is not there."""
+    if settings.source != "bank" and not Path(settings.source).exists():
         raise InputError(
             wanted="`bank`, or a JSONL file of prompts",
             got=f"{settings.source!r}, and there is no such file{did_you_mean(settings.source, ['bank'])}",
             where="prompts.source",
             next="check the path, or set prompts.source=bank",
         )
+
+
+def _file_rows(path: Path, settings: PromptsSettings) -> tuple[list[Row], Row]:
+    """Rows drawn from a file by hashes of seed and prompt: neither the file's order nor `train` moves the held-out."""
+    check_source(settings)
     tally = Tally()
     wanted = settings.train + settings.heldout
     records = _keyed(iter_records(path, tally, on_error=settings.on_error), settings.seed)

@@ -52,10 +52,11 @@ def respond(prompts: Path, out: Path, settings: RespondSettings, target: TargetS
     Raises InputError for other settings or prompts than `out` was begun with, a bad prompts line, a target without a
     chat template, a full disk.
     """
+    asked = read_manifest(prompts, "prompts")
     stage = begin(out, "responses", recorded(settings, target), {"prompts": prompts})
     if stage.complete is not None:
         return stage.complete
-    lines = check_file(prompts, PROMPTS, read_manifest(prompts, "prompts"))
+    lines = check_file(prompts, PROMPTS, asked)
     conversations = read_conversations(lines)
     loaded = load_target(target.name, dtype=_precision(stage, settings), trust_remote_code=target.trust_remote_code)
     facts = answer_facts(loaded, settings)

@@ -29,7 +29,7 @@ TapSource = Literal["config", "model"]
 """Where an engine has its layer ids from: the draft's config, or the default of the target's class."""
 
 
-def default_boundaries(num_hidden_layers: int, where: str = "recipe: capture.boundaries") -> tuple[int, int, int]:
+def default_boundaries(num_hidden_layers: int, where: str = "capture.boundaries") -> tuple[int, int, int]:
     """`[2, n//2, n-3]`, the default of EAGLE, SGLang and vLLM. Needs n >= 7."""
     n = num_hidden_layers
     if n < 7:

@@ -10,7 +10,6 @@ from eyas.data.prompts import make_prompts
 from eyas.data.responses import respond
 from eyas.errors import InputError
 from eyas.export.folder import check_exportable, export_draft, exported_before
-from eyas.formats.taps import default_boundaries
 from eyas.measure.bench import bench
 from eyas.measure.prompts import conversations
 from eyas.models.checkpoint import has_info, read_info
@@ -43,18 +42,19 @@ class Stages:
     def stage(self, name: str, work: Callable[[Path], Manifest]) -> Path:
         """Run one stage in `folder/name` unless it is complete; returns its folder."""
         folder = self.folder / name
-        skipped = is_complete(folder)
-        if not skipped:
+        before = read_manifest(folder).created if is_complete(folder) else None
+        if before is None:
             say(f"{name}: making {folder}")
         started = time.monotonic()
         manifest = work(folder)
+        skipped = manifest.created == before  # an export is replaced where its draft is another
         seconds = manifest.seconds if skipped else time.monotonic() - started
         self._note(name, seconds, skipped)
         return folder
 
-    def result(self, name: str, kept: Kept, compute: Callable[[], JSON]) -> JSON:
+    def result(self, name: str, settings: JSON, inputs: dict[str, Path], compute: Callable[[], JSON]) -> JSON:
         """Run one stage whose product is a JSON object, or read it back."""
-        folder, (settings, inputs) = self.folder / name, kept[name]
+        folder = self.folder / name
         started = time.monotonic()
         result, skipped = result_stage(folder, name, settings=settings, inputs=inputs, compute=compute)
         seconds = read_manifest(folder, name).seconds if skipped else time.monotonic() - started
@@ -72,28 +72,29 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
 
     Raises InputError where a folder there was made under other values; nothing already written is lost.
     """
-    stages, target = Stages(folder), recipe.target
+    target = recipe.target
     findings = chain_findings(recipe)
     for found in findings:
         say(f"{found.severity}: {found.code}: {found.where} = {found.found}, {found.expected}. {found.fix}")
-    standings(recipe, folder)
-    if not is_complete(folder / "export"):
+    states = standings(recipe, folder)
+    if states["export"] != "complete":
         refuse_early(recipe, folder)
+    stages = Stages(folder)
     made = kept(recipe, folder)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
     responses = stages.stage("responses", lambda out: respond(prompts, out, recipe.respond, target))
     captures = stages.stage("captures", lambda out: capture(responses, out, stored(recipe), target))
     data = responses if recipe.train.online else captures
     draft = stages.stage("draft", lambda out: train(data, out, recipe.train, recipe.draft, target, recipe.capture))
-    evaluated = stages.result("evaluate", made, lambda: evaluate(draft, captures, recipe.evaluate, target))
+    evaluated = stages.result("evaluate", *made["evaluate"], lambda: evaluate(draft, captures, recipe.evaluate, target))
     export = stages.stage("export", lambda out: export_draft(draft, out, recipe.export))
     engines = recipe.export.engines
     checked = stages.result(
-        "check", made, lambda: check(target.name, captures, draft, export, target.trust_remote_code, engines)
+        "check", *made["check"], lambda: check(target.name, captures, draft, export, target.trust_remote_code, engines)
     )
     survival = evaluated["walk_survival"]
     benched = stages.result(
-        "bench", made, lambda: bench(target, export, bench_settings(recipe, prompts), survival=survival)
+        "bench", *made["bench"], lambda: bench(target, export, bench_settings(recipe, prompts), survival=survival)
     )
     result = {
         "run": str(folder.absolute()),
@@ -145,7 +146,7 @@ def foreseen(recipe: Recipe, folder: Path) -> JSON:
         "stages": [{"name": name, "state": state} for name, state in states.items()],
         "findings": [one.model_dump() for one in chain_findings(recipe)],
     }
-    if is_complete(folder / "export"):
+    if states["export"] == "complete":
         return found
     if not is_local(recipe.target.name):
         note = f"{recipe.target.name} is not on this machine: what the run would refuse of its draft is not known"
@@ -158,19 +159,25 @@ def standings(recipe: Recipe, folder: Path) -> dict[str, Standing]:
     """How far each stage is. Raises InputError for a folder made under other values, and for one whose input would be
     made anew: it would be refused once that is there."""
     found: dict[str, Standing] = {}
+    doomed: dict[str, str] = {}
     for name, (settings, inputs) in kept(recipe, folder).items():
+        anew = [one for one in inputs if found[one] != "complete" or one in doomed]
         if name == "export":  # takes seconds, and replaces an earlier one
-            found[name] = "new" if exported_before(folder / name, settings, inputs) is None else "complete"
+            same = not anew and exported_before(folder / name, settings, inputs) is not None
+            found[name] = "complete" if same else "new"
             continue
         found[name] = standing(folder / name, name, settings, inputs)
-        gone = next((path for path in inputs.values() if not is_complete(path)), None)
-        if found[name] != "new" and gone is not None:
-            raise InputError(
-                wanted=f"{gone}, which {folder / name} was made from",
-                got="an unfinished folder" if gone.is_dir() else "no such folder",
-                where=str(folder),
-                next=f"give another --out, or remove {folder / name} too: made anew, its input would be another",
-            )
+        if found[name] != "new" and anew:
+            doomed[name] = anew[0]
+    if doomed:
+        first, gone = next(iter(doomed.items()))
+        others = ", ".join(str(folder / name) for name in doomed)
+        raise InputError(
+            wanted=f"{folder / gone}, which {folder / first} was made from",
+            got=f"{found[gone]}: it would be made, and be another one",
+            where=str(folder),
+            next=f"give another --out, or remove {others} too",
+        )
     return found
 
 
@@ -186,10 +193,10 @@ def refuse_early(recipe: Recipe, folder: Path) -> None:
     if recipe.bench.prompts != "heldout":
         conversations(recipe.bench.prompts)
     target = outline_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
-    boundaries = recipe.capture.boundaries or default_boundaries(target.num_hidden_layers, "recipe: capture.boundaries")
+    boundaries = recipe.capture.boundaries_of(target.num_hidden_layers)
     begun = step_folders(folder / "draft")
     if not begun:  # what a run that goes on began from may be gone by now
-        check_start(recipe.train, recipe.draft, None, boundaries)
+        check_start(recipe.train, recipe.draft, None, recipe.capture, boundaries)
     start = recipe.train.start_from
     made = begun[-1] if begun else None if start is None else draft_folder(start)
     ours = made is not None and has_info(made)

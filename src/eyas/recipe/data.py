@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from eyas.formats.taps import check_boundaries, default_boundaries
 from eyas.settings import Section, parts_of
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -77,3 +78,10 @@ class CaptureSettings(Section):
     @classmethod
     def _with_commas(cls, value: Any) -> Any:
         return value if value is None else parts_of(value)
+
+    def boundaries_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        """The taps: as set, or the default of a target of so many layers. Raises InputError for what it has not."""
+        if self.boundaries is None:
+            return default_boundaries(num_hidden_layers)
+        check_boundaries(self.boundaries, num_hidden_layers, where="capture.boundaries")
+        return self.boundaries

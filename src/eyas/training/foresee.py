@@ -8,7 +8,8 @@ from eyas.data.responses import RESPONSES
 from eyas.data.shards import CaptureReader, NormState
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
-from eyas.models.checkpoint import DraftInfo, has_info, read_info
+from eyas.models.checkpoint import DraftInfo, has_info, look_at, read_info
+from eyas.models.target import is_local
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
 from eyas.run import JSON, Manifest, check_same, is_complete, read_manifest
 from eyas.shipped import draft_folder
@@ -46,11 +47,13 @@ def foreseen(
     state = standing(out, "draft", recorded, {"responses" if online else "captures": data})
     steps = step_folders(out)
     if not steps:
-        check_start(settings, shape, manifest)
-    known: JSON = {"state": state} | ({"step": step_number(steps[-1])} if state == "unfinished" and steps else {})
+        check_start(settings, shape, manifest, capture)
+    notes = [] if is_local(target.name) else [f"{target.name} is not on this machine: it is not looked at"]
     if manifest is None:
-        return known | {"notes": [f"{data} is not there yet, or unfinished: what the run comes to is not known"]}
-    return known | {"run": extent(data, manifest, settings, capture)}
+        notes.append(f"{data} is not there yet, or unfinished: what the run comes to is not known")
+    known: JSON = {"state": state} | ({"step": step_number(steps[-1])} if state == "unfinished" and steps else {})
+    run = {} if manifest is None else {"run": extent(data, manifest, settings, capture)}
+    return known | run | ({"notes": notes} if notes else {})
 
 
 def extent(data: Path, manifest: Manifest, settings: TrainSettings, capture: CaptureSettings) -> JSON:
@@ -80,13 +83,19 @@ def data_is_online(manifest: Manifest, settings: TrainSettings, data: Path) -> b
 
 
 def check_start(
-    settings: TrainSettings, shape: DraftSettings, data: Manifest | None, boundaries: Sequence[int] | None = None
+    settings: TrainSettings,
+    shape: DraftSettings,
+    data: Manifest | None,
+    capture: CaptureSettings,
+    boundaries: Sequence[int] | None = None,
 ) -> None:
     """Raise InputError for a start that `train` would refuse, as far as settings, the draft to go on from and the
     manifest of its data show: asked before anything is loaded or written.
 
-    `boundaries`: the taps to come, where the data are not there yet.
+    `capture`: of states made beside the training. `boundaries`: the taps to come, where the data are not there yet.
     """
+    if data is not None and data.stage == "responses":
+        boundaries = capture.boundaries_of(data.facts["target"]["num_hidden_layers"])
     if settings.start_from is None:
         settings.check_method(shape.method, "draft.method")
         return
@@ -98,6 +107,7 @@ def check_start(
             next="leave out --set train.initialise, or --set train.start_from",
         )
     folder = draft_folder(settings.start_from)
+    look_at(folder)
     if not has_info(folder):
         return
     info = read_info(folder)

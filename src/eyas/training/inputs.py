@@ -64,7 +64,7 @@ def check_taps(drafts: Sequence[int], captured: Sequence[int], where: Path) -> N
             wanted=f"captures of the draft's boundaries {list(drafts)}",
             got=f"captures of {list(captured)}",
             where=str(where),
-            next=f"eyas capture --responses RESPONSES --boundaries {','.join(map(str, drafts))} --out OTHER; in a "
-            f"recipe capture.boundaries = {list(drafts)}",
+            next=f"eyas capture --responses RESPONSES --boundaries {','.join(map(str, drafts))} --out OTHER; beside "
+            f"training --capture.boundaries, in a recipe capture.boundaries = {list(drafts)}",
             code="tap_offset",
         )

@@ -226,7 +226,7 @@ def train_among(
     settings = settings.model_copy(update={"online": online})
     kept = recorded_training(settings, shape, named, capture if online else None)
     if not step_folders(out):  # what a run that goes on began from may be gone by now
-        check_start(settings, shape, manifest)
+        check_start(settings, shape, manifest, capture)
     stage = opened(ranks, data, manifest.stage, out, kept, settings)
     if settings.start_from is not None and ranks.leads:
         say_start(stage, draft_folder(settings.start_from))
