@@ -78,6 +78,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "from noise": ("train.initialise=random",),
     "from the target's head": ("train.initialise=target",),
     "TTT 5": ("train.ttt_length=5",),
+    "1.45 epochs": ("train.epochs=1.45",),
     "no norms of the taps": ("draft.fc_norm=false",),
     "residual after the norm": ("draft.norm_before_residual=true",),
     "Qwen3 block": ("draft.block=qwen3",),

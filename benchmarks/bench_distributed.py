@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_train import HIDDEN, VOCAB, RandomTeacher, shape
+from bench_train import HIDDEN, LENGTH, PROMPT, VOCAB, RandomTeacher, shape
 from torch import Tensor
 
 from eyas.data.shards import Entry, NormState, Sample
@@ -38,7 +38,7 @@ from eyas.training.start import trainable
 
 OUT = Path("bench/out/distributed.json")
 Run = dict[str, Any]
-LENGTH, PROMPT, DRAFT_VOCAB = 204, 64, 8192
+DRAFT_VOCAB = 8192
 
 
 class RandomSamples:

@@ -3,9 +3,9 @@
     python benchmarks/bench_train.py --ttt 3 4 --batch-tokens 2048 [--captures RUN/captures] [--threads 2]
 
 Without captures it makes random ones of the default target's shape (lengths as its answers have them). Tokens are
-sequence tokens, prompt included, padding never: there is none. The optimiser is AdamW. The floor counts multiply-adds
-of the forward and twice that for the backward (once for a frozen head), over the rate of a large float32 product
-measured here first.
+sequence tokens, prompt included, padding never: there is none. The floor counts multiply-adds of the forward and twice
+that for the backward (once for a frozen head), not the optimiser's, over the rate of a large product measured here
+first.
 """
 
 import argparse
@@ -31,6 +31,8 @@ from eyas.training.rows import supervise
 from eyas.training.start import trainable
 
 VOCAB, HIDDEN = 49152, 576
+LENGTH, PROMPT = 204, 64
+"""Of an answer of the default target, in tokens, and of its prompt."""
 
 
 def shape(draft_vocab: int) -> DraftConfig:
@@ -101,7 +103,7 @@ def make_batch(lengths: list[int], prompt: int, steps: int, config: DraftConfig)
 def lengths_of(captures: str | None, batch_tokens: int) -> tuple[list[int], int]:
     """Document lengths of a batch, and the usual prompt length."""
     if captures is None:
-        return [batch_tokens // 10] * 10, 64
+        return [LENGTH] * max(1, batch_tokens // LENGTH), PROMPT
     samples = CaptureReader(Path(captures)).samples
     count = max(1, round(batch_tokens * len(samples) / sum(sample.length for sample in samples)))
     middle = sorted(sample.length for sample in samples)[len(samples) // 2]
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--head", choices=["frozen", "trained"], default=TrainSettings().head)
+    parser.add_argument("--optimiser", choices=["adamw", "muon"], default=TrainSettings().optimiser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     if options.threads:
@@ -148,9 +151,9 @@ def main() -> None:
         draft = Draft(config)
         draft.share_embedding(torch.randn(VOCAB, HIDDEN))
         draft.d2t, draft.t2d = build_vocab(torch.arange(VOCAB, 0, -1), options.draft_vocab)
-        settings = TrainSettings(ttt_length=steps, optimiser="adamw", head=options.head)
+        settings = TrainSettings(ttt_length=steps, optimiser=options.optimiser, head=options.head)
         trainable(draft, settings.head)
-        optimiser = make_optimiser(draft, settings)
+        optimiser = make_optimiser(draft, settings, dtype=dtype)
         batch = make_batch(lengths, prompt, steps, config)
         teacher, to_draft = RandomTeacher(options.draft_vocab), draft_ids(draft.t2d)
 
