@@ -33,7 +33,8 @@ from eyas.export.folder import export_draft
 from eyas.measure import stats
 from eyas.measure.prompts import bench_prompts
 from eyas.models.checkpoint import load_draft, read_info, save_draft
-from eyas.models.target import DEFAULT_TARGET, load_target, resolve_target
+from eyas.models.resolve import resolve_target
+from eyas.models.target import DEFAULT_TARGET, load_target
 from eyas.progress import Progress, say
 from eyas.recipe import ExportSettings
 from eyas.run import hash_file, hash_json, machine, versions, write_atomic

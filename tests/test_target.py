@@ -23,7 +23,8 @@ from transformers import (
 
 from eyas.errors import InputError, MissingDependency
 from eyas.models import gguf
-from eyas.models.target import fastest_dtype, is_local, load_target, outline_target, record_boundaries, resolve_target
+from eyas.models.resolve import is_local, resolve_target
+from eyas.models.target import fastest_dtype, load_target, outline_target, record_boundaries
 from eyas.recipe import DraftSettings
 from eyas.training.initialise import draft_config
 from tiny import save_tiny_target, tiny_model, tiny_tokenizer

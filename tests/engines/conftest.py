@@ -16,7 +16,8 @@ from eyas.data.prompts import make_prompts
 from eyas.data.responses import respond
 from eyas.data.samples import render
 from eyas.export.folder import export_draft
-from eyas.models.target import Target, load_target, resolve_target
+from eyas.models.resolve import resolve_target
+from eyas.models.target import Target, load_target
 from eyas.recipe import TargetSettings, load_recipe
 from eyas.run import is_complete
 from eyas.training.loop import train

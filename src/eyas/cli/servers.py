@@ -108,7 +108,7 @@ def serve_command(
     loaded = recipe_of(laid) if recipe is None else load_recipe(recipe, laid)
     if not common.plan and to_convert(loaded):
         with uncollected():
-            from eyas.models.target import resolve_target
+            from eyas.models.resolve import resolve_target
 
         resolve_target(loaded.target.name)
     launch = prepare(loaded, out, planning=common.plan)

@@ -21,8 +21,8 @@ from eyas.formats.names import canonical_name, twin
 from eyas.formats.read_config import DraftFile, read_config
 from eyas.formats.target_config import layer_prefix, read_json, text_config
 from eyas.formats.tensor_list import block_of
+from eyas.models.resolve import resolve_target
 from eyas.models.streaming.weights import Checkpoint
-from eyas.models.target import resolve_target
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 LONGER = frozenset({"default", "linear", "llama3", "yarn", "mrope"})

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,15 +23,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from eyas.errors import InputError, did_you_mean
+from eyas.errors import InputError
 from eyas.formats.draft_config import TargetIdentity
 from eyas.formats.headers import read_headers
 from eyas.formats.taps import check_boundaries
 from eyas.formats.target_config import layer_prefix, read_config, text_config
-from eyas.models.gguf import DEFAULT_TARGET, default_target_folder
+from eyas.models.gguf import DEFAULT_TARGET
+from eyas.models.resolve import resolve_target
 from eyas.run import hash_bytes, hash_json
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "ln_out")
 CONTEXT_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "context_length")
@@ -210,44 +208,6 @@ def record_boundaries(target: Target, boundaries: Sequence[int]) -> Generator[Re
             handle.remove()
 
 
-def resolve_target(name: str, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of a target: the default's name (converted once), a folder, or a hub id (fetched).
-
-    Raises InputError with what to type where it cannot be had.
-    """
-    if name == DEFAULT_TARGET:
-        return default_target_folder()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.absolute()
-    if _is_hub_id(name):
-        return _fetch(name, trust_remote_code)
-    raise InputError(
-        wanted=f"{DEFAULT_TARGET}, a Hugging Face folder, or a hub id (owner/name)",
-        got=f"{name!r}{did_you_mean(name, [DEFAULT_TARGET])}",
-        where="target",
-        next=f"--target {DEFAULT_TARGET}, or the folder's path",
-    )
-
-
-def _is_hub_id(name: str) -> bool:
-    named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
-    return bool(named) and not Path(name).is_dir()
-
-
-def _fetch(name: str, trust_remote_code: bool) -> Path:
-    patterns = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(
-            wanted=f"the target {name}: no such folder here, so from the Hugging Face hub",
-            got=str(error).splitlines()[0],
-            where="target",
-            next="check the name and the network (HF_HUB_OFFLINE, HF_TOKEN for gated models), or give a local folder",
-        ) from error
-
-
 def load_target(
     name: str, *, dtype: torch.dtype | str | ChooseDtype = "float32", trust_remote_code: bool = False
 ) -> Target:
@@ -278,18 +238,6 @@ def load_target(
         wanted = dtype(model.config.get_text_config())
     _cast(model, wanted)
     return Target(model, tokenizer, folder, identity, wanted)
-
-
-def is_local(name: str) -> bool:
-    """Whether a target's files are on this machine: nothing is fetched to tell. Raises InputError for a name that can
-    lead to none."""
-    if not _is_hub_id(name):
-        return bool(resolve_target(name))
-    try:
-        snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return True
 
 
 def outline_target(name: str, *, trust_remote_code: bool = False) -> Target:

@@ -13,7 +13,8 @@ from eyas.export.folder import check_exportable, export_draft, exported_before
 from eyas.measure.bench import bench
 from eyas.measure.prompts import conversations
 from eyas.models.checkpoint import has_info, read_info
-from eyas.models.target import is_local, outline_target
+from eyas.models.resolve import is_local
+from eyas.models.target import outline_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
 from eyas.recipe import BenchSettings, CaptureSettings, Recipe, recorded, recorded_training

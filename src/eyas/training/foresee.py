@@ -9,7 +9,7 @@ from eyas.data.shards import CaptureReader, NormState
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import DraftInfo, has_info, look_at, read_info
-from eyas.models.target import is_local
+from eyas.models.resolve import is_local
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
 from eyas.run import JSON, Manifest, check_same, is_complete, read_manifest
 from eyas.shipped import draft_folder

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.formats.target_config import read_config, text_config
+from eyas.models.resolve import resolve_target
 from eyas.models.streaming.backbone import final_norm_of, stream_boundaries
 from eyas.models.streaming.plan import BEYOND, fits
-from eyas.models.target import Target, load_target, record_boundaries, resolve_target
+from eyas.models.target import Target, load_target, record_boundaries
 
 
 def reference_boundaries(
