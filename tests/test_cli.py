@@ -79,6 +79,18 @@ def test_a_complete_folder_is_skipped_aloud_and_its_plan_says_so(
     assert status == 2 and json.loads(out)["error"]["got"] == "prompts.seed = 0"
 
 
+def test_of_several_processes_the_first_alone_tells_of_a_wrong_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for rank, told in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        status, out, err = run(capsys, "train", "--captures", "c", "--out", "o", "--epoks", "3")
+        assert (status, "--epoks" in err, out) == (2, told, "")
+
+
 def test_a_folder_that_another_stage_began_is_not_taken_over(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -130,7 +142,7 @@ def test_the_plan_of_a_training_has_every_section_and_says_what_is_not_there(
     assert plan["target"] == {"name": "some/t", "trust_remote_code": False} and ("capture" in plan) is capture
     assert plan["changed"] == {"epochs": 2.0, "draft.block": "qwen3", "target.name": "some/t"}
     assert plan["notes"] == [
-        "some/t is not on this machine: it is not looked at",
+        "some/t is not on this machine, or not converted yet: it is not looked at",
         "nowhere is not there yet, or unfinished: what the run comes to is not known",
     ]
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from eyas.errors import InputError, MissingDependency
 from eyas.models import gguf
-from eyas.models.resolve import is_local, resolve_target
+from eyas.models.resolve import local_folder, resolve_target
 from eyas.models.target import fastest_dtype, load_target, outline_target, record_boundaries
 from eyas.recipe import DraftSettings
 from eyas.training.initialise import draft_config
@@ -60,10 +60,15 @@ def test_the_outline_of_a_target_has_its_shape_and_tokenizer_and_no_weights(tiny
         assert draft_config(outline, (2, 4, 5), shape) == draft_config(target, (2, 4, 5), shape)
 
 
-def test_whether_a_target_is_here_is_told_without_a_network(tiny_target: Path) -> None:
-    assert is_local(str(tiny_target)) and not is_local("nobody/nothing-of-this-name")
+def test_whether_a_target_is_here_is_told_without_fetching_or_converting_one(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    assert local_folder(str(tiny_target)) == tiny_target.absolute()
+    assert local_folder("nobody/nothing-of-this-name") is None
+    assert local_folder("smollm2-135m-instruct-q4") is None and list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match="or a hub id"):
-        is_local("/nowhere/at/all")
+        local_folder("/nowhere/at/all")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -113,6 +113,12 @@ def _source() -> dict[str, str | int]:
     return {"format": 1, "package": f"{PACKAGE}=={PACKAGE_VERSION}", "file": GGUF_NAME, "sha256": GGUF_SHA256}
 
 
+def converted_target() -> Path | None:
+    """The converted default target where it is in the cache already."""
+    folder = cache_folder() / "targets" / DEFAULT_TARGET
+    return folder if _is_current(folder) else None
+
+
 def _is_current(folder: Path) -> bool:
     path = folder / SOURCE
     return path.is_file() and json.loads(path.read_text()) == _source()

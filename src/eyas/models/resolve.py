@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from eyas.errors import InputError, did_you_mean
-from eyas.models.gguf import DEFAULT_TARGET, default_target_folder
+from eyas.models.gguf import DEFAULT_TARGET, converted_target, default_target_folder
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -32,16 +32,17 @@ def resolve_target(name: str, *, trust_remote_code: bool = False) -> Path:
     )
 
 
-def is_local(name: str) -> bool:
-    """Whether a target's files are on this machine: nothing is fetched to tell. Raises InputError for a name that can
-    lead to none."""
+def local_folder(name: str) -> Path | None:
+    """The folder of a target that is on this machine, the default's converted already: nothing is fetched or made to
+    tell, as a plan may not. Raises InputError for a name that can lead to none."""
+    if name == DEFAULT_TARGET:
+        return converted_target()
     if not _is_hub_id(name):
-        return bool(resolve_target(name))
+        return resolve_target(name)
     try:
-        snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True)
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return True
+        return None
 
 
 def _is_hub_id(name: str) -> bool:

@@ -13,7 +13,7 @@ from eyas.export.folder import check_exportable, export_draft, exported_before
 from eyas.measure.bench import bench
 from eyas.measure.prompts import conversations
 from eyas.models.checkpoint import has_info, read_info
-from eyas.models.resolve import is_local
+from eyas.models.resolve import local_folder
 from eyas.models.target import outline_target
 from eyas.pipeline.report import write_report
 from eyas.progress import say
@@ -79,7 +79,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> JSON:
         say(f"{found.severity}: {found.code}: {found.where} = {found.found}, {found.expected}. {found.fix}")
     states = standings(recipe, folder)
     if states["export"] != "complete":
-        refuse_early(recipe, folder)
+        refuse_early(recipe, folder, target.name)
     stages = Stages(folder)
     made = kept(recipe, folder)
     prompts = stages.stage("prompts", lambda out: make_prompts(out, recipe.prompts))
@@ -149,10 +149,14 @@ def foreseen(recipe: Recipe, folder: Path) -> JSON:
     }
     if states["export"] == "complete":
         return found
-    if not is_local(recipe.target.name):
-        note = f"{recipe.target.name} is not on this machine: what the run would refuse of its draft is not known"
+    name = recipe.target.name
+    target = local_folder(name)
+    if target is None:
+        note = (
+            f"{name} is not on this machine, or not converted yet: what the run would refuse of its draft is not known"
+        )
         return found | {"notes": [note]}
-    refuse_early(recipe, folder)
+    refuse_early(recipe, folder, str(target))
     return found
 
 
@@ -182,8 +186,8 @@ def standings(recipe: Recipe, folder: Path) -> dict[str, Standing]:
     return found
 
 
-def refuse_early(recipe: Recipe, folder: Path) -> None:
-    """What a late stage would refuse after an hour of work, said before the first."""
+def refuse_early(recipe: Recipe, folder: Path, named: str) -> None:
+    """What a late stage would refuse after an hour of work, said before the first. `named`: the target."""
     if recipe.prompts.heldout == 0:
         raise InputError(
             wanted="at least one held-out prompt: the draft is evaluated on its answer",
@@ -193,7 +197,7 @@ def refuse_early(recipe: Recipe, folder: Path) -> None:
         )
     if recipe.bench.prompts != "heldout":
         conversations(recipe.bench.prompts)
-    target = outline_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    target = outline_target(named, trust_remote_code=recipe.target.trust_remote_code)
     boundaries = recipe.capture.boundaries_of(target.num_hidden_layers)
     begun = step_folders(folder / "draft")
     if not begun:  # what a run that goes on began from may be gone by now

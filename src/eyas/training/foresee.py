@@ -9,7 +9,7 @@ from eyas.data.shards import CaptureReader, NormState
 from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import DraftInfo, has_info, look_at, read_info
-from eyas.models.resolve import is_local
+from eyas.models.resolve import local_folder
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
 from eyas.run import JSON, Manifest, check_same, is_complete, read_manifest
 from eyas.shipped import draft_folder
@@ -48,7 +48,8 @@ def foreseen(
     steps = step_folders(out)
     if not steps:
         check_start(settings, shape, manifest, capture)
-    notes = [] if is_local(target.name) else [f"{target.name} is not on this machine: it is not looked at"]
+    here = local_folder(target.name) is not None
+    notes = [] if here else [f"{target.name} is not on this machine, or not converted yet: it is not looked at"]
     if manifest is None:
         notes.append(f"{data} is not there yet, or unfinished: what the run comes to is not known")
     known: JSON = {"state": state} | ({"step": step_number(steps[-1])} if state == "unfinished" and steps else {})
