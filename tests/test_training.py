@@ -142,12 +142,15 @@ def test_what_a_run_is_refused_for_by_its_start_is_in_its_plan_and_leaves_no_fol
         str(write_draft(tmp_path / name, make_draft(draft_config(target, boundaries, SHAPE)), target))
         for name, boundaries in (("taps", (1, 3, 4)), ("same", BOUNDARIES))
     )
+    cut = shutil.copytree(same, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
     parallel = DraftSettings(method="peagle", vocab_size=128)
     refused = [
         ({"on_policy": True}, parallel, "peagle, of draft.method"),
         ({"start_from": str(tmp_path / "nowhere")}, SHAPE, "no such folder"),
         ({"start_from": taps}, DraftSettings(), f"captures of {list(BOUNDARIES)}"),
         ({"start_from": same}, DraftSettings(block="qwen3"), "draft.block = 'qwen3'"),
+        ({"start_from": str(cut.parent)}, SHAPE, str(cut)),
     ]
     for updates, shape, part in refused:
         settings = SETTINGS.model_copy(update=updates)
