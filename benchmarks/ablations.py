@@ -71,6 +71,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "half the rate": ("train.learning_rate=5e-4",),
     "twice the rate": ("train.learning_rate=2e-3",),
     "down to nothing": ("train.final_learning_rate=0",),
+    "down to three tenths": ("train.final_learning_rate=0.3",),
     "AdamW": ("train.optimiser=adamw",),
     "h fed back": ("draft.norm_output=false",),
     "prompts too": ("train.loss_on=all",),

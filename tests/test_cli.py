@@ -112,6 +112,10 @@ def test_a_folder_that_another_stage_began_is_not_taken_over(
         (("capture", "--responses", "r", "--out", "o", "--boundaries", "15,2"), "sorted and unique"),
         (("capture", "--responses", "r", "--out", "o", "--boundaries", "2,99"), "boundaries from 0 (embedding) to 30"),
         (("capture", "--responses", "r", "--out", "file"), "to write file"),
+        (("train", "--captures", "r", "--out", "o"), "a captures folder"),
+        (("bench", "--plain"), "--ngram"),
+        (("bench", "--prompts", "missing.jsonl"), "missing.jsonl"),
+        (("evaluate", "--draft", "file", "--captures", "r"), "a captures folder"),
     ],
 )
 def test_a_plan_refuses_what_the_command_would_and_in_its_words(

@@ -147,6 +147,8 @@ def test_what_a_run_is_refused_for_by_its_start_is_in_its_plan_and_leaves_no_fol
     parallel = DraftSettings(method="peagle", vocab_size=128)
     refused = [
         ({"on_policy": True}, parallel, "peagle, of draft.method"),
+        ({}, DraftSettings(kv_lora_rank=16), "draft.block = llama and kv_lora_rank"),
+        ({}, DraftSettings(method="peagle", mask_token_id=10**6), "mask_token_id 1000000"),
         ({"start_from": str(tmp_path / "nowhere")}, SHAPE, "no such folder"),
         ({"start_from": taps}, DraftSettings(), f"captures of {list(BOUNDARIES)}"),
         ({"start_from": same}, DraftSettings(block="qwen3"), "draft.block = 'qwen3'"),

@@ -155,6 +155,8 @@ def train(
 
     if captures is not None:
         not_with("--captures", **{f"capture.{name}": getattr(capture, name) for name in capture.model_fields_set})
+    if is_complete(data):
+        read_manifest(data, "responses" if captures is None else "captures")
 
     def work() -> dict[str, Any]:
         with uncollected():
@@ -193,6 +195,11 @@ def evaluate(
 
         return evaluate(draft, captures, settings, target.settings, split)
 
+    if common.plan and draft.exists() and is_complete(captures):
+        with uncollected():
+            from eyas.training.evaluate import refuse_early
+
+        refuse_early(draft, captures)
     finish(common, Plan("evaluate", [draft, captures], [], settings), work)
 
 
@@ -257,6 +264,11 @@ def bench(
             say(f"bench: {words}")
         return bench(target.settings, chosen, settings)
 
+    if common.plan and (chosen is None or chosen.exists()):
+        with uncollected():
+            from eyas.measure.bench import refuse_early
+
+        refuse_early(target.target, chosen, settings)
     result = finish(common, Plan("bench", [chosen, settings.prompts, target.target], [], settings), work)
     return 1 if result.get("identical_outputs") is False else 0
 

@@ -16,7 +16,7 @@ from eyas.engine.costs import StepCosts, measure_costs
 from eyas.engine.generate import Engine, Generation
 from eyas.errors import InputError
 from eyas.measure import stats
-from eyas.measure.prompts import BenchPrompt, bench_prompts, spread
+from eyas.measure.prompts import BenchPrompt, bench_prompts, conversations, spread
 from eyas.measure.stats import Depth, Timing
 from eyas.models.checkpoint import look_at
 from eyas.models.draft import Draft
@@ -66,10 +66,7 @@ def bench(
     Returns `baseline`, `speculative`, `speedup`, `identical_outputs`, `divergence`, and the conditions. Raises
     InputError for prompts, targets or drafts that cannot be used, and where there is nothing to draft with.
     """
-    if draft is None and not settings.ngram:
-        raise nothing_drafts(target.name)
-    if draft is not None:
-        look_at(draft, settings.num_steps)
+    refuse_early(target.name, draft, settings)
     load = _loader(target, draft)
     exact = load("float32")
     prompts = bench_prompts(settings.prompts, exact[0], settings.limit, settings.max_new_tokens)
@@ -119,6 +116,16 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def refuse_early(target: str, draft: Path | None, settings: BenchSettings) -> None:
+    """Raise InputError where `bench` would for its flags, its prompts' source or the draft's files: asked before
+    anything is loaded."""
+    if draft is None and not settings.ngram:
+        raise nothing_drafts(target)
+    if draft is not None:
+        look_at(draft, settings.num_steps)
+    conversations(settings.prompts)
 
 
 def nothing_drafts(target: str) -> InputError:

@@ -201,7 +201,7 @@ def refuse_early(recipe: Recipe, folder: Path, named: str) -> None:
     boundaries = recipe.capture.boundaries_of(target.num_hidden_layers)
     begun = step_folders(folder / "draft")
     if not begun:  # what a run that goes on began from may be gone by now
-        check_start(recipe.train, recipe.draft, None, recipe.capture, boundaries)
+        check_start(recipe.train, recipe.draft, None, recipe.capture, target, folder)
     start = recipe.train.start_from
     made = begun[-1] if begun else None if start is None else draft_folder(start)
     ours = made is not None and has_info(made)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eyas.data.shards import CaptureReader, Sample
 from eyas.errors import InputError
-from eyas.models.checkpoint import load_draft
+from eyas.models.checkpoint import has_info, load_draft, look_at, read_info
 from eyas.models.draft import Draft
 from eyas.models.fitting import check_identity
 from eyas.models.target import Target, load_target
@@ -258,6 +258,7 @@ def evaluate(
     samples.
     """
     settings, named = settings or EvaluateSettings(), target or TargetSettings()
+    refuse_early(draft, captures)
     manifest, reader = read_manifest(captures, "captures"), CaptureReader(captures)
     loaded = load_target(named.name, trust_remote_code=named.trust_remote_code)
     module, info = load_draft(draft, loaded.embedding, torch.float32)
@@ -278,6 +279,14 @@ def evaluate(
             add_sample(tally, module, reader.read(index), teacher)
             bar.advance(1)
     return {"split": split, **tally.result(reader.greedy)}
+
+
+def refuse_early(draft: Path, captures: Path) -> None:
+    """Raise InputError where `evaluate` would for what the draft and the captures say of themselves."""
+    manifest = read_manifest(captures, "captures")
+    look_at(draft)
+    if has_info(draft):
+        check_draft(read_info(draft), manifest.facts["boundaries"], manifest.facts, captures)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from eyas.data.captures import survey
 from eyas.data.responses import RESPONSES
 from eyas.data.shards import CaptureReader, NormState
@@ -10,12 +12,14 @@ from eyas.errors import InputError
 from eyas.formats.draft_config import DraftConfig
 from eyas.models.checkpoint import DraftInfo, has_info, look_at, read_info
 from eyas.models.resolve import local_folder
+from eyas.models.target import Target, outline_target
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
 from eyas.run import JSON, Manifest, check_same, is_complete, read_manifest
 from eyas.shipped import draft_folder
 from eyas.stage import check_file, standing, step_number
 from eyas.training.batches import steps_over
-from eyas.training.inputs import check_draft, check_taps
+from eyas.training.initialise import draft_config
+from eyas.training.inputs import check_draft, check_maker, check_taps
 from eyas.training.trainer_state import step_folders
 
 SHAPE = set(DraftSettings.model_fields) & set(DraftConfig.model_fields)
@@ -45,11 +49,13 @@ def foreseen(
         settings.model_copy(update={"online": online}), shape, target, capture if online else None
     )
     state = standing(out, "draft", recorded, {"responses" if online else "captures": data})
-    steps = step_folders(out)
-    if not steps:
-        check_start(settings, shape, manifest, capture)
-    here = local_folder(target.name) is not None
-    notes = [] if here else [f"{target.name} is not on this machine, or not converted yet: it is not looked at"]
+    steps, here = step_folders(out), local_folder(target.name)
+    notes = [f"{target.name} is not on this machine, or not converted yet: it is not looked at"] if here is None else []
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        notes.append("train.device = cuda, and this machine has no GPU: the run is refused here")
+    if not steps and state != "complete":
+        outline = outline_target(str(here), trust_remote_code=target.trust_remote_code) if here is not None else None
+        check_start(settings, shape, manifest, capture, outline, data)
     if manifest is None:
         notes.append(f"{data} is not there yet, or unfinished: what the run comes to is not known")
     known: JSON = {"state": state} | ({"step": step_number(steps[-1])} if state == "unfinished" and steps else {})
@@ -88,17 +94,21 @@ def check_start(
     shape: DraftSettings,
     data: Manifest | None,
     capture: CaptureSettings,
-    boundaries: Sequence[int] | None = None,
+    target: Target | None,
+    where: Path,
 ) -> None:
-    """Raise InputError for a start that `train` would refuse, as far as settings, the draft to go on from and the
-    manifest of its data show: asked before anything is loaded or written.
+    """Raise InputError for a start that `train` would refuse, as far as settings, the draft to go on from, the
+    manifest of its data (in `where`) and the target's outline show: asked before anything is loaded or written.
 
-    `capture`: of states made beside the training. `boundaries`: the taps to come, where the data are not there yet.
+    `capture`: of states made beside the training, or still to be captured.
     """
-    if data is not None and data.stage == "responses":
-        boundaries = capture.boundaries_of(data.facts["target"]["num_hidden_layers"])
+    if data is not None and target is not None:
+        check_maker(data, target, where)
+    boundaries = taps_of(data, capture, target)
     if settings.start_from is None:
         settings.check_method(shape.method, "draft.method")
+        if target is not None and boundaries is not None:
+            draft_config(target, boundaries, shape)
         return
     if "initialise" in settings.model_fields_set and settings.initialise != "least_squares":
         raise InputError(
@@ -118,6 +128,15 @@ def check_start(
     elif boundaries is not None:
         check_taps(info.draft.boundaries, boundaries, folder)
     check_shape(info.draft, shape, folder)
+
+
+def taps_of(data: Manifest | None, capture: CaptureSettings, target: Target | None) -> Sequence[int] | None:
+    """The boundaries that are captured, or will be; None where nothing says of how many layers."""
+    if data is not None and data.stage == "captures":
+        return data.facts["boundaries"]
+    if target is not None:
+        return capture.boundaries_of(target.num_hidden_layers)
+    return None if data is None else capture.boundaries_of(data.facts["target"]["num_hidden_layers"])
 
 
 def check_ours(info: DraftInfo, boundaries: Sequence[int], norm: NormState, facts: JSON, folder: Path) -> None:

@@ -30,9 +30,6 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
     """The draft's shape: what `settings` leave open is the target's own. Raises InputError where they do not fit."""
     config = target.config
     heads = config.num_attention_heads
-    vocab_size = min(settings.vocab_size, target.vocab_size)
-    if vocab_size < settings.vocab_size:
-        say(f"draft.vocab_size = {settings.vocab_size} exceeds the target's vocabulary: {vocab_size}, nothing reduced")
     parallel = settings.method == "peagle"
     theta, scaling = _rope(config)
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
@@ -56,7 +53,7 @@ def draft_config(target: Target, boundaries: Iterable[int], settings: DraftSetti
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=target.vocab_size,
-        draft_vocab_size=vocab_size,
+        draft_vocab_size=min(settings.vocab_size, target.vocab_size),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         rope_theta=settings.rope_theta or theta,
         rope_scaling=scaling,

@@ -13,14 +13,12 @@ from eyas.models.fitting import check_identity
 from eyas.models.target import Target
 from eyas.run import Manifest, check_same
 
+ANOTHER = "capture again with this target, or give the target of the captures (eyas inspect CAPTURES names it)"
+
 
 def check_captures(manifest: Manifest, reader: Samples, target: Target, where: Path) -> None:
     """Raise InputError unless `reader`'s states are this target's, of its tokenizer, and hold a train sample."""
-    advice = "capture again with this target, or give the target of the captures (eyas inspect CAPTURES names it)"
-    facts = manifest.facts
-    check_identity(target.identity, TargetIdentity.model_validate(facts["target"]), where, advice)
-    check_same("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], where, advice, "tokenizer_mismatch")
-    check_same("template_hash", target.template_hash, facts["template_hash"], where, advice, "template_mismatch")
+    check_maker(manifest, target, where)
     if not any(sample.split == "train" for sample in reader.samples):
         raise InputError(
             wanted="captured samples of the train split",
@@ -30,8 +28,20 @@ def check_captures(manifest: Manifest, reader: Samples, target: Target, where: P
         )
     (first,) = reader.read_all([0])
     width = len(reader.boundaries) * target.hidden_size
-    check_same("the width of the taps", width, first.taps_TA.shape[1], where, advice)
-    check_same("the width of the last hidden", target.hidden_size, first.last_hidden_TH.shape[1], where, advice)
+    check_same("the width of the taps", width, first.taps_TA.shape[1], where, ANOTHER)
+    check_same("the width of the last hidden", target.hidden_size, first.last_hidden_TH.shape[1], where, ANOTHER)
+
+
+def check_maker(manifest: Manifest, target: Target, where: Path) -> None:
+    """Raise InputError unless captures or responses are of this target and its tokenizer; of a target's outline, which
+    has no weights, the shape alone is compared."""
+    facts, made_by = manifest.facts, TargetIdentity.model_validate(manifest.facts["target"])
+    identity = target.identity
+    if not identity.weights_hash:
+        identity = identity.model_copy(update={"weights_hash": made_by.weights_hash})
+    check_identity(identity, made_by, where, ANOTHER)
+    check_same("tokenizer_hash", target.tokenizer_hash, facts["tokenizer_hash"], where, ANOTHER, "tokenizer_mismatch")
+    check_same("template_hash", target.template_hash, facts["template_hash"], where, ANOTHER, "template_mismatch")
 
 
 def finite(samples: Sequence[Sample]) -> Sequence[Sample]:

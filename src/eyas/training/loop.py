@@ -20,7 +20,7 @@ from eyas.data.shards import Samples
 from eyas.errors import InputError
 from eyas.models.checkpoint import DraftInfo
 from eyas.models.draft import Draft
-from eyas.models.target import DTYPES, Target, load_target
+from eyas.models.target import DTYPES, Target, load_target, outline_target
 from eyas.models.vocab import coverage, draft_ids, target_ids
 from eyas.progress import Progress, say
 from eyas.recipe import CaptureSettings, DraftSettings, TargetSettings, TrainSettings, recorded_training
@@ -226,7 +226,8 @@ def train_among(
     settings = settings.model_copy(update={"online": online})
     kept = recorded_training(settings, shape, named, capture if online else None)
     if not step_folders(out):  # what a run that goes on began from may be gone by now
-        check_start(settings, shape, manifest, capture)
+        outline = outline_target(named.name, trust_remote_code=named.trust_remote_code)
+        check_start(settings, shape, manifest, capture, outline, data)
     stage = opened(ranks, data, manifest.stage, out, kept, settings)
     if settings.start_from is not None and ranks.leads:
         say_start(stage, draft_folder(settings.start_from))

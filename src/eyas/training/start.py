@@ -86,6 +86,9 @@ def starting_draft(
     if settings.start_from is None:
         config = draft_config(target, samples.boundaries, shape)
         reduced = config.draft_vocab_size < target.vocab_size
+        if config.draft_vocab_size < shape.vocab_size:
+            wide = f"draft.vocab_size = {shape.vocab_size} exceeds the target's vocabulary"
+            say(f"train: {wide}: {target.vocab_size}, nothing reduced")
         expected_V = expected_counts(target, samples, samples.of_split("train")) if reduced else None
         draft = new_draft(target, config, counts_V, settings.initialise, settings.seed, expected_V)
     else:
