@@ -38,8 +38,8 @@ SHAPE, WHOLE = DraftSettings(vocab_size=128), DraftSettings(vocab_size=259)
 STATES_FILE = "trainer_state/shard-00001-model-00001-of-00001.safetensors"
 SETTINGS = TrainSettings(epochs=4, batch_tokens=64, ttt_length=3, save_every=3, precision="float32")
 REFUSED = [
-    (SETTINGS.model_copy(update={"seed": 1}), SHAPE, "draft.train.seed = 1"),
-    (SETTINGS, WHOLE, "draft.draft.vocab_size = 259"),
+    (SETTINGS.model_copy(update={"seed": 1}), SHAPE, "train.seed = 1"),
+    (SETTINGS, WHOLE, "draft.vocab_size = 259"),
 ]
 
 

@@ -215,7 +215,8 @@ def _compare(stage: Stage, settings: JSON, inputs: dict[str, str]) -> None:
     advice = f"give another --out, or remove {stage.folder} to make it anew"
     ours, theirs = flat(stage.settings), flat(settings)
     for key in sorted(ours.keys() | theirs.keys()):
-        check_same(f"{stage.name}.{key}", ours.get(key), theirs.get(key), stage.folder, advice)
+        name = key if "." in key else f"{stage.name}.{key}"  # draft.block is its recipe's name already
+        check_same(name, ours.get(key), theirs.get(key), stage.folder, advice)
     for name, path in stage.inputs.items():
         if (ours := manifest_hash(path)) != inputs.get(name):
             raise InputError(
