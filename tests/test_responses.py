@@ -347,7 +347,7 @@ def test_other_settings_or_prompts_stop_with_the_fields_name(tmp_path: Path, whe
         (out / RESPONSES).write_text('{"id": "p0')
     with pytest.raises(InputError, match=r"responses\.max_new_tokens = 13"):
         respond(prompts, out, quick(max_new_tokens=13), where)
-    with pytest.raises(InputError, match=r"responses\.target\.name"):
+    with pytest.raises(InputError, match=r"wanted target\.name"):
         respond(prompts, out, quick(), TargetSettings(name="elsewhere"))
     with pytest.raises(InputError, match="the prompts it is made from"):
         respond(write_prompts(tmp_path / "p2", [["snow"]]), out, quick(), where)

@@ -178,8 +178,9 @@ def test_it_is_the_default_on_its_target_alone_and_said(
     assert chosen_draft(None, False, "other") == (None, None)
     with pytest.raises(InputError, match="both, with d"):
         chosen_draft("d", True, DEFAULT)
-    for command in ("bench", "chat"):
-        reads = [json.loads(run(capsys, command, *more, "--plan", "--json")[1])["reads"] for more in ((), ("--plain",))]
+    for command, plain in (("bench", ("--plain", "--ngram", "3")), ("chat", ("--plain",))):
+        flags = ((), plain)
+        reads = [json.loads(run(capsys, command, *more, "--plan", "--json")[1])["reads"] for more in flags]
         assert str(held) in reads[0] and str(held) not in reads[1]
     launch = prepare(recipe_of(()), planning=True)
     assert launch.command.draft == str(held) and any("comes with Eyas" in note for note in launch.command.notes)

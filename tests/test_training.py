@@ -479,7 +479,7 @@ def test_one_sample_is_learned_by_heart(tmp_path: Path, sharp_target: Path, init
     folder, _ = made(tmp_path / "captures", sharp_target, train=1, heldout=0)
     named = TargetSettings(name=str(sharp_target))
     settings = SETTINGS.model_copy(
-        update={"epochs": 100, "batch_tokens": 32, "learning_rate": 1e-2, "save_every": 1000, "initialise": initialise}
+        update={"epochs": 100, "batch_tokens": 32, "learning_rate": 5e-3, "save_every": 1000, "initialise": initialise}
     )
     train(folder, tmp_path / "draft", settings, DraftSettings(vocab_size=259), named)
     found = evaluate(tmp_path / "draft", folder, EvaluateSettings(steps=3), named, split="train")
