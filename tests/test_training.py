@@ -19,7 +19,7 @@ from eyas.data.shards import CaptureReader
 from eyas.errors import InputError
 from eyas.models.checkpoint import draft_tensors, load_draft
 from eyas.models.draft import make_draft
-from eyas.models.target import Target, load_target
+from eyas.models.target import Target, load_target, outline_target
 from eyas.recipe import CaptureSettings, DraftSettings, EvaluateSettings, TargetSettings, TrainSettings
 from eyas.run import Manifest, is_complete, read_manifest
 from eyas.training import loop, trainer_state
@@ -27,6 +27,7 @@ from eyas.training.batches import Ahead, order, pack
 from eyas.training.evaluate import evaluate
 from eyas.training.foresee import foreseen
 from eyas.training.initialise import draft_config, expected_counts, gain, new_draft
+from eyas.training.inputs import check_maker
 from eyas.training.loop import train
 from eyas.training.loss import Batch, Sums
 from eyas.training.optimise import learning_rate
@@ -132,7 +133,7 @@ def test_the_plan_of_a_run_that_was_cut_says_how_far_it_is_and_refuses_what_the_
         for ask in (foresee, run):
             with pytest.raises(InputError) as caught:
                 ask(captures, tmp_path / "cut", settings, shape)
-            assert part in " ".join(caught.value.as_json().values()), part
+            assert caught.value.wanted == part
 
 
 def test_what_a_run_is_refused_for_by_its_start_is_in_its_plan_and_leaves_no_folder(
@@ -161,6 +162,35 @@ def test_what_a_run_is_refused_for_by_its_start_is_in_its_plan_and_leaves_no_fol
                 ask(captures, tmp_path / "out", settings, shape)
             assert part in " ".join(caught.value.as_json().values()), part
         assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_a_gpu_on_a_machine_without_one_says_so(
+    captures: Path, tmp_path: Path, foresee: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = foresee(captures, tmp_path / "out", SETTINGS.model_copy(update={"device": "cuda"}))
+    assert told["notes"] == ["train.device = cuda, and this machine has no GPU: the run is refused here"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"tokenizer_hash": "other"}, "tokenizer_mismatch"),
+        ({"template_hash": "other"}, "template_mismatch"),
+        ({"num_hidden_layers": 99}, "target_revision"),
+    ],
+)
+def test_an_outline_tells_captures_of_another_target_but_for_its_weights(
+    captures: Path, tiny_target: Path, changed: dict, code: str
+) -> None:
+    manifest, outline = read_manifest(captures), outline_target(str(tiny_target))
+    assert outline.identity.weights_hash == ""
+    check_maker(manifest, outline, captures)
+    facts = manifest.facts | changed
+    facts["target"] = facts["target"] | {key: value for key, value in changed.items() if key in facts["target"]}
+    with pytest.raises(InputError) as caught:
+        check_maker(manifest.model_copy(update={"facts": facts}), outline, captures)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("seed", [2**43, -(2**43)])
