@@ -29,8 +29,8 @@ Together they take [0.003, 1.05] to [0.74, 1.26]. Muon's own (Keller Jordan, 202
 
 class Muon(torch.optim.Muon):
     """torch's Muon with Nesterov's momentum, but the iteration is `orthogonal` (`ns_steps` and `ns_coefficients` mean
-    nothing here), and on a CPU in the dtype of the other products. Torch fixes bfloat16: ten times as long as all the rest of a step where a CPU has no bfloat16 products, and a fifth of float32's
-    time where it has (docs/lab.md).
+    nothing here), and on a CPU in the dtype of the other products. Torch fixes bfloat16: ten times as long as all the
+    rest of a step where a CPU has no bfloat16 products, and a fifth of float32's time where it has (docs/lab.md).
 
     The iteration needs whole matrices, and is the same in each of several processes: they share it out, in rounds of
     one matrix each, and send one another what came out.
